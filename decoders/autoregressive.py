@@ -1,0 +1,90 @@
+"""Left-to-right decoding, one token per forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from lit_refusion.backbone import Backbone
+from lit_refusion.decoder import Decoder, Generation, Step
+from lit_refusion.engine.request import Request, Row, Sampling, visible
+from lit_refusion.engine.scheduler import decode
+from lit_refusion.errors import UserError
+from lit_refusion.noise import row_seeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoregressiveDecoder(Decoder):
+    """Greedy or sampled decoding with a key-value cache.
+
+    Args:
+        temperature: 0 for greedy.
+        top_k: sample among the k likeliest; 0 for all.
+        top_p: sample among the likeliest up to this probability; 1 for all.
+        stop_at_eos: end a row at its first end-of-sequence token.
+    """
+
+    objectives: ClassVar[frozenset[str]] = frozenset({"autoregressive"})
+
+    temperature: float
+    top_k: int
+    top_p: float
+    stop_at_eos: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise UserError(
+                f"decoder.temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: "
+                "temperature and top_k must not be negative, top_p must lie in (0, 1]"
+            )
+
+    def generate(
+        self,
+        backbone: Backbone,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seed: int = 0,
+        indices: Sequence[int] | None = None,
+    ) -> list[Generation]:
+        """See `Decoder.generate`."""
+        rows = [self._row(np.asarray(prompt, np.int64), backbone.eos_token_id) for prompt in prompts]
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        return decode(
+            backbone,
+            rows,
+            batch_size=self.batch_size,
+            capacity=longest + self.max_new_tokens,
+            seeds=row_seeds(seed, indices or range(len(rows))),
+        )
+
+    def _row(self, prompt: np.ndarray, eos: int) -> Row:
+        sampling = Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        response: list[int] = []
+        fed = prompt  # tokens whose keys are not in the buffer yet
+        while True:
+            places = len(prompt) + len(response) - len(fed) + np.arange(len(fed))
+            reply = yield Request(
+                tokens=fed,
+                positions=places,
+                places=places,
+                intervals=visible((0, places + 1)),
+                num_replies=1,
+                sampling=sampling,
+            )
+            token = int(reply.tokens[0])
+            response.append(token)
+            is_over = self.stop_at_eos and token == eos
+            if is_over or len(response) == self.max_new_tokens:
+                break
+            fed = np.array([token])
+        return Generation(
+            tokens=tuple(response),
+            uncut_tokens=tuple(response),
+            forward_passes=len(response),
+            stop="eos" if is_over else "length",
+            steps=tuple(Step("token", (place,), (token,)) for place, token in enumerate(response)),
+        )

@@ -1,0 +1,3 @@
+"""lit-refusion: one backbone, one data pipeline, interchangeable training objectives and decoders."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,107 @@
+"""Which key a query may see: one rule, three realisations. Shapes: B rows, T row length.
+
+A rule reads per-token fields and nothing else, so training, evaluation and decoding cannot disagree:
+
+    dense_mask     [B, 1, T, T] bool for SDPA (any device; the reference)
+    block_mask     a FlexAttention BlockMask (CUDA; on CPU forward only)
+    varlen_args    cu_seqlens for FlashAttention, where the rule is causal or full within a segment
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_refusion.errors import UserError
+from lit_refusion.views import Batch
+
+
+class TokenFields(NamedTuple):
+    """What a rule may read of a token; tensors that broadcast against each other."""
+
+    segment: Tensor  # document in the row, 0 = padding
+    place: Tensor  # index in the row
+    block: Tensor  # View.block
+    noisy: Tensor  # View.noisy
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An immutable attention rule.
+
+    Args:
+        name: name stored in the DiffusionSpec.
+        rule: (query fields, key fields) -> bool tensor; the segment test is added to every rule.
+        varlen: "causal" or "full" where the rule is just that within a segment, else None.
+    """
+
+    name: str
+    rule: Callable[[TokenFields, TokenFields], Tensor]
+    varlen: str | None = None
+
+    def allows(self, query: TokenFields, key: TokenFields) -> Tensor:
+        """Whether the query sees the key. Padding (segment 0) sees padding only, so no row is empty."""
+        return (query.segment == key.segment) & self.rule(query, key)
+
+
+CAUSAL = Attention("causal", lambda q, k: q.place >= k.place, varlen="causal")
+FULL = Attention("full", lambda q, k: q.segment == k.segment, varlen="full")
+
+
+def token_fields(batch: Batch) -> TokenFields:
+    """[B, T] fields of a batch."""
+    place = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device).expand_as(batch.input_ids)
+    return TokenFields(batch.segment_ids, place, batch.block, batch.noisy)
+
+
+def dense_mask(attention: Attention, batch: Batch) -> Tensor:
+    """[B, 1, T, T] bool, True = may see."""
+    fields = token_fields(batch)
+    query = TokenFields(*(field[:, :, None] for field in fields))
+    key = TokenFields(*(field[:, None, :] for field in fields))
+    return attention.allows(query, key)[:, None]
+
+
+def block_mask(attention: Attention, batch: Batch) -> Any:
+    """FlexAttention BlockMask of the same rule (one mask for all heads)."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    fields = token_fields(batch)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        query = TokenFields(*(field[b, q] for field in fields))
+        key = TokenFields(*(field[b, k] for field in fields))
+        return attention.allows(query, key)
+
+    rows, length = batch.input_ids.shape
+    return create_block_mask(mask_mod, rows, None, length, length, device=str(batch.input_ids.device))
+
+
+def varlen_args(attention: Attention, batch: Batch) -> dict[str, Any]:
+    """FlashAttention arguments: every run of one segment, padding included, is a sequence of its own.
+
+    They are always passed explicitly: left to itself the FlashAttention path reads non-consecutive
+    `position_ids` as document borders and attends wrongly without a word.
+    """
+    if attention.varlen is None:
+        raise UserError(
+            f"backbone.attention=flash_attention_2 cannot express the attention rule '{attention.name}'; "
+            "use backbone.attention=flex_attention (CUDA) or sdpa"
+        )
+    segments = batch.segment_ids
+    starts = torch.ones_like(segments, dtype=torch.bool)
+    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    ends = torch.tensor([segments.numel()], device=segments.device)
+    cu_seqlens = torch.cat([starts.flatten().nonzero().flatten(), ends]).to(torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    return {
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "is_causal": attention.varlen == "causal",
+    }

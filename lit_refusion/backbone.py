@@ -1,0 +1,259 @@
+"""The causal language model under every method. Shapes: B rows, T row length, D width, V vocabulary.
+
+The Hugging Face model is used as it is: no forked modelling file, no patched forward. Every call passes its
+attention explicitly, because transformers reads non-consecutive `position_ids` as packed documents when it has
+to build the mask itself (seen with 5.24 under SDPA with `use_cache=False`: logits wrong by 0.6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from lit_refusion.attention import Attention, block_mask, dense_mask, varlen_args
+from lit_refusion.errors import UserError
+from lit_refusion.mask_token import TABLE_MULTIPLE, choose_mask_token
+from lit_refusion.spec import DiffusionSpec
+from lit_refusion.views import Batch
+
+AttentionBackend = Literal["sdpa", "flex_attention", "flash_attention_2"]
+
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneConfig:
+    """Where the weights come from: `path` of a trained model, or `architecture` for a fresh one.
+
+    Args:
+        path: folder or hub id of a Hugging Face causal LM; null with `architecture`.
+        gguf_file: name of a GGUF file inside `path`; null for safetensors.
+        architecture: Hugging Face config fields with `model_type`, to train from scratch; null with `path`.
+        init_seed: seed of the fresh weights.
+        mask_token_id: null to use the tokenizer's, else a spare row.
+        attention: attention kernel; sdpa runs anywhere.
+        gradient_checkpointing: trade one more forward pass for activation memory.
+        trust_remote_code: run code from the model's repository; only for repositories you trust.
+    """
+
+    path: str | None
+    gguf_file: str | None
+    architecture: dict[str, Any] | None
+    init_seed: int
+    mask_token_id: int | None
+    attention: AttentionBackend
+    gradient_checkpointing: bool
+    trust_remote_code: bool
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.architecture is None):
+            raise UserError(
+                "backbone: give backbone.path (a trained model) or backbone.architecture (a fresh one), not both; "
+                f"found path={self.path!r}, architecture={self.architecture!r}"
+            )
+        if self.architecture is not None and "model_type" not in self.architecture:
+            raise UserError("backbone.architecture: field 'model_type' is missing; for example model_type: qwen3")
+
+    def load(self, tokenizer: PreTrainedTokenizerBase) -> Backbone:
+        """Build the backbone this config describes."""
+        if self.path is not None:
+            backbone = Backbone.from_pretrained(
+                self.path,
+                tokenizer=tokenizer,
+                mask_token_id=self.mask_token_id,
+                attention=self.attention,
+                gguf_file=self.gguf_file,
+                trust_remote_code=self.trust_remote_code,
+            )
+        else:
+            assert self.architecture is not None
+            backbone = Backbone.from_architecture(
+                self.architecture,
+                tokenizer=tokenizer,
+                mask_token_id=self.mask_token_id,
+                attention=self.attention,
+                seed=self.init_seed,
+            )
+        if self.gradient_checkpointing:
+            backbone.enable_gradient_checkpointing()
+        return backbone
+
+
+class Backbone(nn.Module):
+    """An unmodified Hugging Face causal LM with RoPE, and the ids that go with it."""
+
+    def __init__(self, model: PreTrainedModel, *, mask_token_id: int, attention: AttentionBackend) -> None:
+        super().__init__()
+        _check_architecture(model.config)
+        self.model = model
+        self.mask_token_id = mask_token_id
+        self.attention_backend = attention
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str | Path,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        mask_token_id: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        attention: AttentionBackend = "sdpa",
+        gguf_file: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Backbone:
+        """Load a trained model from a folder or the hub.
+
+        Args:
+            path_or_id: folder, or hub id (network).
+            tokenizer: used to find a row for [MASK]; not needed where the id is given or in the model's config.
+            mask_token_id: id of [MASK]; None to find one, see `choose_mask_token`.
+            dtype: dtype of the weights; fp32 on CPU, where bf16 is emulated and hundreds of times slower.
+            device: where the weights go.
+            attention: attention kernel.
+            gguf_file: name of a GGUF file inside the folder.
+            trust_remote_code: run code that comes with the model.
+
+        Raises:
+            UserError: no such model, an unsupported architecture, or a mask token that clashes.
+        """
+        extra = {"gguf_file": gguf_file} if gguf_file else {}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(path_or_id),
+                dtype=dtype,
+                attn_implementation=attention,
+                trust_remote_code=trust_remote_code,
+                **extra,
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise UserError(f"backbone.path={path_or_id}: cannot load the model: {first_line(error)}") from error
+        mask_token_id = choose_mask_token(model, tokenizer, mask_token_id)
+        model.to(device)  # type: ignore[arg-type]
+        return cls(model, mask_token_id=mask_token_id, attention=attention)
+
+    @classmethod
+    def from_architecture(
+        cls,
+        architecture: dict[str, Any],
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        mask_token_id: int | None = None,
+        attention: AttentionBackend = "sdpa",
+        seed: int = 0,
+    ) -> Backbone:
+        """A model with fresh weights, a function of `seed` alone, sized to the tokenizer.
+
+        Args:
+            architecture: fields of the Hugging Face config, with `model_type`.
+            tokenizer: gives the vocabulary (rounded up to a multiple of 64) and the special ids.
+            mask_token_id: as in `from_pretrained`.
+            attention: attention kernel.
+            seed: seed of the initial weights.
+        """
+        fields = {"vocab_size": -(-len(tokenizer) // TABLE_MULTIPLE) * TABLE_MULTIPLE, **architecture}
+        for name in ("bos", "eos", "pad"):
+            fields[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id")
+        try:
+            config = AutoConfig.for_model(**fields)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"backbone.architecture={architecture}: {first_line(error)}") from error
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        return cls(model, mask_token_id=choose_mask_token(model, tokenizer, mask_token_id), attention=attention)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, rows of the embedding table."""
+        return self.model.config.vocab_size
+
+    @property
+    def eos_token_id(self) -> int:
+        """The end-of-sequence id (the first one where the config has several)."""
+        eos = self.model.config.eos_token_id
+        eos = eos[0] if isinstance(eos, (list, tuple)) else eos
+        if eos is None:
+            raise UserError("the model's config has no eos_token_id; add it to config.json")
+        return eos
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.device
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest row the model was made for, in tokens; None where its config does not say."""
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    def saved_spec(self, *, origin: str) -> DiffusionSpec | None:
+        """The DiffusionSpec that an exported model carries in its config, if any."""
+        data = getattr(self.model.config, "diffusion_spec", None)
+        return None if data is None else DiffusionSpec.from_dict(data, origin=origin)
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute activations in the backward pass."""
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @contextmanager
+    def using_sdpa(self) -> Iterator[None]:
+        """Run with dense masks for a while: what the decoding engine needs, whatever kernel trains."""
+        if self.attention_backend != "sdpa":
+            self.model.set_attn_implementation("sdpa")
+        try:
+            yield
+        finally:
+            if self.attention_backend != "sdpa":
+                self.model.set_attn_implementation(self.attention_backend)
+
+    def forward(self, batch: Batch, attention: Attention) -> Tensor:
+        """Hidden states [B, T, D] after the final norm."""
+        mask: Any = None
+        extra: dict[str, Any] = {}
+        if self.attention_backend == "sdpa":
+            mask = dense_mask(attention, batch)
+        elif self.attention_backend == "flex_attention":
+            mask = block_mask(attention, batch)
+        else:
+            extra = varlen_args(attention, batch)
+        return self.model.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=mask,
+            use_cache=False,
+            **extra,
+        ).last_hidden_state
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """[M, D] hidden states to [M, V] logits, only for the rows asked for."""
+        return self.model.get_output_embeddings()(rows)
+
+
+def first_line(error: Exception) -> str:
+    """The first non-empty line of an error's text."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _check_architecture(config: Any) -> None:
+    """Refuse what this class would silently run wrong."""
+    if getattr(config, "rope_parameters", None) is None:
+        raise UserError(
+            f"backbone: model type '{config.model_type}' has no rotary position embedding; the methods here reorder "
+            "tokens and need RoPE (Qwen3, Qwen2.5, Llama, SmolLM2, ...)"
+        )
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+        raise UserError(
+            f"backbone: model type '{config.model_type}' has sliding-window or linear-attention layers, which the "
+            "explicit attention masks here cannot express; use a model with full attention in every layer"
+        )
+    for name in _LOGIT_TRANSFORMS:
+        if getattr(config, name, None) is not None:
+            raise UserError(f"backbone: model type '{config.model_type}' transforms its logits ({name}); not supported")

@@ -1,0 +1,61 @@
+"""A run that is stopped ends at a step boundary with a loadable checkpoint."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+
+
+class StopGracefully(L.Callback):
+    """On the first Ctrl-C (or SIGTERM) finish the step, save and stop; the second one interrupts at once.
+
+    Also saves when training ends by itself, so that `last.ckpt` is always the state that the run ended in.
+
+    Args:
+        checkpoint: where the last state goes.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.was_stopped = False
+        self._saved_step = -1
+        self._previous: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over the signals."""
+        self._saved_step = trainer.global_step
+        for number in self.SIGNALS:
+            self._previous[number] = signal.signal(number, self._request)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Stop at the end of the step that was under way."""
+        if self.was_stopped and trainer.fit_loop._should_accumulate() is False:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the state that training ended in."""
+        self._restore()
+        if trainer.global_step != self._saved_step:
+            trainer.save_checkpoint(self.checkpoint)
+        if self.was_stopped and trainer.is_global_zero:
+            print(f"stopped at step {trainer.global_step}, saved {self.checkpoint}; continue with resume=auto")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Give the signals back."""
+        self._restore()
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.was_stopped:
+            raise KeyboardInterrupt
+        self.was_stopped = True
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}

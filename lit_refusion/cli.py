@@ -1,0 +1,74 @@
+"""The command line: `lit-refusion COMMAND group=choice key=value ...`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+from lit_refusion.config import choices, config_folder
+from lit_refusion.errors import UserError
+
+COMMANDS = {
+    "prepare": "turn raw records into shards of tokens",
+    "train": "train a backbone with an objective",
+    "generate": "decode a prompt with an exported model",
+    "export": "write a run's model as a Hugging Face folder",
+    "demo": "prepare, train, decode and compare on the embedded data",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code (0 done, 2 bad input, 130 interrupted)."""
+    arguments = _parser().parse_args(argv)
+    if not arguments.debug:
+        _quiet_libraries()
+    command = importlib.import_module(f"lit_refusion.commands.{arguments.command}")
+    try:
+        return command.run(arguments)
+    except UserError as error:
+        if arguments.debug:
+            raise
+        print(f"lit-refusion {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _quiet_libraries() -> None:
+    """Only warnings from the libraries: their banners and weight-loading bars drown our own lines."""
+    from lightning.pytorch import _logger  # sets its own level when it is imported, so import it first
+    from transformers.utils.logging import disable_progress_bar
+
+    _logger.setLevel(logging.WARNING)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    disable_progress_bar()
+
+
+def _parser() -> argparse.ArgumentParser:
+    groups = [
+        f"  {path.name}: {', '.join(choices(path.name))}" for path in sorted(config_folder().iterdir()) if path.is_dir()
+    ]
+    parser = argparse.ArgumentParser(
+        prog="lit-refusion",
+        description="Train and decode parallel language models with pluggable objectives.",
+        epilog="config groups and their choices:\n" + "\n".join(groups),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings, in Hydra's override grammar")
+        sub.add_argument("--config-dir", help="folder of your own YAML groups, laid out like conf/")
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        sub.add_argument("--show-config", action="store_true", help="print the resolved settings and stop")
+        if name == "generate":
+            sub.add_argument("--show-steps", action="store_true", help="print what every forward pass committed")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""`lit-refusion generate`: decode one prompt."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from lit_refusion.chat import PromptFormat
+from lit_refusion.commands import compose
+from lit_refusion.config import choices, load_config
+from lit_refusion.decoder import Decoder
+from lit_refusion.errors import UserError
+from lit_refusion.export import DType, load_model
+from lit_refusion.objective import Objective
+from lit_refusion.schema import build
+from lit_refusion.show_steps import render_steps
+from lit_refusion.spec import DiffusionSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """What to decode, and how.
+
+    Args:
+        model: exported folder, or any Hugging Face causal LM with `objective`.
+        prompt: text of the user's message.
+        decoder: settings of the decoder; null takes the first preset that fits the model.
+        objective: settings of the objective of a model that does not say how it was trained.
+        seed: seed of the sampling noise.
+        device: auto, cpu, cuda, ...
+        dtype: auto, float32 or bfloat16.
+        force: decode although decoder and model do not fit.
+        trust_remote_code: run code that comes with the model.
+        prompt_format: how the prompt is written out.
+    """
+
+    model: str
+    prompt: str
+    decoder: Decoder | None
+    objective: Objective | None
+    seed: int
+    device: str
+    dtype: DType
+    force: bool
+    trust_remote_code: bool
+    prompt_format: PromptFormat
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Decode and print; with `--show-steps` also what every forward pass committed."""
+    overrides = arguments.overrides
+    arguments.overrides = [text for text in overrides if not text.lstrip("+").startswith("decoder.")]
+    config = compose(arguments)
+    if config is None:
+        return 0
+    settings = build({"decoder": None, "objective": None, **config}, GenerateConfig)
+    model = load_model(
+        settings.model,
+        objective=settings.objective,
+        device=settings.device,
+        dtype=settings.dtype,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    preset = [] if settings.decoder else [f"decoder={fitting_preset(model.spec, arguments.config_dir)}"]
+    config = load_config("generate", [*preset, *overrides], extra_folder=arguments.config_dir)
+    decoder = build(config["decoder"], Decoder, key="decoder")
+    decoder.check_fits(model.spec, force=settings.force)
+    settings.prompt_format.check(model.tokenizer)
+    messages = [{"role": "user", "content": settings.prompt}]
+    prompt = settings.prompt_format.encode_prompts(model.tokenizer, [messages])[0]
+    check_window(len(prompt), decoder, model.backbone.max_length)
+
+    start = time.perf_counter()
+    generation = decoder.generate(model.backbone, [prompt], seed=settings.seed)[0]
+    seconds = time.perf_counter() - start
+    console = Console(highlight=False, soft_wrap=True)
+    if arguments.show_steps:
+        render_steps(generation, model.tokenizer, console)
+    console.print(str(model.tokenizer.decode(list(generation.tokens), skip_special_tokens=True)), markup=False)
+    console.print(
+        f"{len(generation.tokens)} tokens, {generation.forward_passes} forward passes "
+        f"({generation.tokens_per_forward:.2f} tokens per pass), {len(generation.tokens) / seconds:.1f} tokens/s, "
+        f"stopped by {generation.stop}",
+        style="dim",
+    )
+    return 0
+
+
+def fitting_preset(spec: DiffusionSpec, config_dir: str | None) -> str:
+    """Name of the first decoder preset that fits the model."""
+    for name in choices("decoder"):
+        config = load_config("generate", [f"decoder={name}", "model=m", "prompt=p"], extra_folder=config_dir)
+        if spec.objective in build(config["decoder"], Decoder, key="decoder").objectives:
+            return name
+    raise UserError(
+        f"no decoder preset fits models trained with '{spec.objective}'; choose one of "
+        f"{', '.join(choices('decoder'))} with decoder=... and force=true"
+    )
+
+
+def check_window(prompt_length: int, decoder: Decoder, max_length: int | None) -> None:
+    """Refuse a prompt that does not fit into the model's window together with the response."""
+    if prompt_length == 0:
+        raise UserError("prompt: it has no tokens; give some text")
+    if max_length is not None and prompt_length + decoder.max_new_tokens > max_length:
+        raise UserError(
+            f"prompt: {prompt_length} tokens and decoder.max_new_tokens={decoder.max_new_tokens} exceed the model's "
+            f"window of {max_length}; shorten the prompt or lower decoder.max_new_tokens"
+        )

@@ -1,0 +1,78 @@
+"""Composing YAML config groups with Hydra's override grammar. The only file that knows Hydra."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lit_refusion.errors import UserError
+
+
+def config_folder() -> Path:
+    """The YAML files: `conf/` beside the packages in a checkout, inside the package once installed."""
+    here = Path(__file__).resolve().parent
+    folders = (here / "conf", here.parent / "conf")
+    return next(folder for folder in folders if folder.is_dir())
+
+
+def load_config(command: str, overrides: Sequence[str], *, extra_folder: str | None = None) -> dict[str, Any]:
+    """The resolved config of a command as plain data.
+
+    Args:
+        command: name of the YAML at the root of `conf/`.
+        overrides: `group=choice` and `key=value`, in Hydra's grammar.
+        extra_folder: a folder of the user's own, laid out like `conf/`, searched as well.
+
+    Raises:
+        UserError: unknown key, group or choice, bad syntax, missing value.
+    """
+    overrides = list(overrides)
+    if extra_folder is not None:
+        if not Path(extra_folder).is_dir():
+            raise UserError(f"--config-dir {extra_folder}: no such folder")
+        overrides.append(f"hydra.searchpath=[file://{Path(extra_folder).resolve()}]")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(config_folder()), version_base="1.3"):
+            config = compose(command, overrides)
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_one_line(error)) from error
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def choices(group: str) -> list[str]:
+    """Names of the YAML files of a config group."""
+    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+
+
+def _one_line(error: Exception) -> str:
+    """Hydra's message with the reason in front and the remedy behind, on one line."""
+    messages = [str(error)]
+    cause = error.__cause__
+    while cause is not None:
+        messages.append(str(cause))
+        cause = cause.__cause__
+    text = re.sub(r"\s+", " ", " ".join(dict.fromkeys(messages))).strip()
+    group = re.search(r"In '[^']*': Could not find '([\w/-]+)/([^']*)'", text) or re.search(
+        r"Could not find '([\w/-]+)/([^']*)'", text
+    )
+    if group:
+        name, choice = group.groups()
+        return f"{name}={choice}: no such choice; {name} takes {', '.join(choices(name)) or 'nothing'}"
+    key = re.search(r"Could not override '([^']+)'", text)
+    if key:
+        return f"unknown setting {key.group(1)}; --show-config prints the settings there are"
+    missing = re.search(r"Missing mandatory value: (\S+)", text)
+    if missing:
+        return f"{missing.group(1)}: missing; give {missing.group(1)}=..."
+    return text

@@ -1,0 +1,1 @@
+"""Records -> shards -> plan -> batches."""

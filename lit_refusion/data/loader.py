@@ -1,0 +1,222 @@
+"""From the plan to batches: views are made in the loader's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import lightning as L
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lit_refusion.data.plan import Plan, Visit, accumulation, sequential
+from lit_refusion.data.shards import Shards
+from lit_refusion.errors import UserError
+from lit_refusion.noise import Stream, noise
+from lit_refusion.objective import Objective
+from lit_refusion.views import IGNORE, Batch, View, collate, pack
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """How examples become batches.
+
+    Args:
+        layout: "padded" puts one example in a row; "packed" puts several, in rows of at most `max_row_length` tokens.
+        micro_batch_size: examples per forward pass and device.
+        max_row_length: row length of "packed", in tokens.
+        pad_to_multiple: row lengths are rounded up to a multiple of this.
+        num_workers: loader processes.
+        validation_fraction: share of the examples held out, by hash of their text.
+        max_validation_examples: the held-out examples with the smallest hashes are used; null for all.
+    """
+
+    layout: Literal["padded", "packed"]
+    micro_batch_size: int
+    max_row_length: int
+    pad_to_multiple: int
+    num_workers: int
+    validation_fraction: float
+    max_validation_examples: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "max_row_length", "pad_to_multiple"):
+            if getattr(self, name) < 1:
+                raise UserError(f"loader.{name}={getattr(self, name)}: must be at least 1")
+        if self.num_workers < 0:
+            raise UserError(f"loader.num_workers={self.num_workers}: must not be negative")
+        if not 0 <= self.validation_fraction < 1:
+            raise UserError(f"loader.validation_fraction={self.validation_fraction}: must lie in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewMaker:
+    """Turns visits into a Batch: the work of a loader process."""
+
+    shards: Shards
+    objective: Objective
+    config: LoaderConfig
+    mask_token_id: int | None
+    seed: int
+    stream: Stream
+
+    def batch(self, visits: list[Visit], *, num_examples: int, num_response_tokens: int) -> Batch:
+        """The batch of these visits; the counts are the denominators it carries."""
+        views = [self._view(visit) for visit in visits]
+        if not views:  # a rank whose validation examples ran out still takes part in the forward pass
+            view = self._view(Visit(0, 0))
+            views = [replace(view, targets=np.full_like(view.targets, IGNORE), weights=view.weights * 0)]
+        packed = self.config.layout == "packed"
+        rows = pack(views, max_length=self.config.max_row_length) if packed else [[view] for view in views]
+        return collate(
+            rows,
+            mask_token_id=self.mask_token_id,
+            pad_to_multiple=self.config.pad_to_multiple,
+            num_examples=num_examples,
+            num_response_tokens=num_response_tokens,
+        )
+
+    def _view(self, visit: Visit) -> View:
+        rng = noise(self.seed, index=visit.index, epoch=visit.epoch, stream=self.stream)
+        return self.objective.view(self.shards[visit.index], rng)
+
+
+class TrainBatches(Dataset):
+    """Item m is this rank's m-th micro-batch of the whole run."""
+
+    def __init__(self, maker: ViewMaker, plan: Plan, *, num_micro_batches: int, rank: int, world_size: int) -> None:
+        self.maker, self.plan = maker, plan
+        self.num_micro_batches, self.rank, self.world_size = num_micro_batches, rank, world_size
+        self.response_lengths = maker.shards.response_lengths()
+
+    def __getitem__(self, number: int) -> Batch:
+        step, turn = divmod(number, self.num_micro_batches)
+        hands = self.plan.micro_batches(step, count=self.num_micro_batches * self.world_size)
+        return self.maker.batch(
+            hands[turn * self.world_size + self.rank],
+            num_examples=self.plan.global_batch_size,
+            num_response_tokens=int(sum(self.response_lengths[v.index] for hand in hands for v in hand)),
+        )
+
+
+class ValidationBatches(Dataset):
+    """This rank's validation batches: as many on every rank, the noise the same at every validation."""
+
+    def __init__(self, maker: ViewMaker, indices: np.ndarray, *, rank: int, world_size: int) -> None:
+        self.maker, self.indices = maker, indices
+        self.num_response_tokens = int(maker.shards.response_lengths()[indices].sum())
+        batches = sequential(indices, size=maker.config.micro_batch_size)
+        self.batches = [
+            batches[i] if i < len(batches) else []
+            for i in range(rank, -(-len(batches) // world_size) * world_size, world_size)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, number: int) -> Batch:
+        return self.maker.batch(
+            self.batches[number],
+            num_examples=len(self.indices),
+            num_response_tokens=self.num_response_tokens,
+        )
+
+
+class _From(Sampler[int]):
+    """Counts up from `start`; its length is the whole run's, as Lightning's progress expects on resume."""
+
+    def __init__(self, start: int, total: int) -> None:
+        self.start, self.total = start, total
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.total))
+
+    def __len__(self) -> int:
+        return self.total
+
+
+class DataModule(L.LightningDataModule):
+    """The data of one run.
+
+    Args:
+        shards: the prepared data set.
+        objective: makes the views.
+        config: layout and sizes.
+        mask_token_id: the backbone's [MASK].
+        seed: keys order and noise.
+        global_batch_size: examples per optimizer step.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        objective: Objective,
+        *,
+        config: LoaderConfig,
+        mask_token_id: int | None,
+        seed: int,
+        global_batch_size: int,
+    ) -> None:
+        super().__init__()
+        self.shards, self.objective, self.config = shards, objective, config
+        self.mask_token_id, self.seed = mask_token_id, seed
+        train, validation = shards.split(config.validation_fraction)
+        by_key = np.argsort(shards.index["key"][validation], kind="stable")
+        self.validation_indices = validation[by_key[: config.max_validation_examples]]
+        self.plan = Plan(train, shards.lengths(), seed=seed, global_batch_size=global_batch_size)
+
+    def num_micro_batches(self, world_size: int) -> int:
+        """Gradient accumulation on `world_size` devices."""
+        return accumulation(
+            global_batch_size=self.plan.global_batch_size,
+            micro_batch_size=self.config.micro_batch_size,
+            world_size=world_size,
+        )
+
+    def train_dataloader(self) -> DataLoader:
+        """Micro-batches from the trainer's current step to its last."""
+        trainer = self.trainer
+        assert trainer is not None
+        count = self.num_micro_batches(trainer.world_size)
+        dataset = TrainBatches(
+            self._maker(Stream.TRAIN_NOISE),
+            self.plan,
+            num_micro_batches=count,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+        )
+        return self._loader(dataset, _From(trainer.global_step * count, trainer.max_steps * count))
+
+    def val_dataloader(self) -> DataLoader | list[Any]:
+        """Held-out examples; none where the fraction is 0."""
+        if len(self.validation_indices) == 0:
+            return []
+        assert self.trainer is not None
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        maker = self._maker(Stream.VALIDATION_NOISE)
+        dataset = ValidationBatches(maker, self.validation_indices, rank=rank, world_size=world_size)
+        return self._loader(dataset, _From(0, len(dataset)))
+
+    def _maker(self, stream: Stream) -> ViewMaker:
+        return ViewMaker(
+            shards=self.shards,
+            objective=self.objective,
+            config=self.config,
+            mask_token_id=self.mask_token_id,
+            seed=self.seed,
+            stream=stream,
+        )
+
+    def _loader(self, dataset: Dataset, sampler: Sampler[int]) -> DataLoader:
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=self.config.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            # Forked workers of a process that runs threads can hang; forkserver starts clean.
+            multiprocessing_context="forkserver" if self.config.num_workers else None,
+            persistent_workers=self.config.num_workers > 0,
+        )

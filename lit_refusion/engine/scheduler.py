@@ -1,0 +1,191 @@
+"""Joining the requests of all live rows into forward passes. Shapes: b live rows, Q queries, S places, R replies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_refusion.backbone import Backbone
+from lit_refusion.decoder import Generation
+from lit_refusion.engine.cache import BufferCache
+from lit_refusion.engine.request import Reply, Request, Row
+from lit_refusion.engine.sampling import draw_tokens
+from lit_refusion.errors import UserError
+from lit_refusion.losses import MAX_LOGITS
+from lit_refusion.views import MASK
+
+
+@dataclass
+class _Live:
+    """A row under way: its generator, the request that waits, and its own source of noise."""
+
+    number: int
+    row: Row
+    request: Request
+    generator: torch.Generator
+
+
+@torch.inference_mode()
+def decode(
+    backbone: Backbone, rows: Sequence[Row], *, batch_size: int, capacity: int, seeds: Sequence[int]
+) -> list[Generation]:
+    """Run every row to its end; a finished row's place goes to the next one that waits (continuous batching).
+
+    Rows do not depend on each other: neither keys nor noise are shared.
+
+    Args:
+        backbone: the model.
+        rows: one generator per prompt.
+        batch_size: rows under way at a time.
+        capacity: S, places of a row's buffer.
+        seeds: seed of each row's sampling noise.
+
+    Returns:
+        One Generation per row, in the order of `rows`.
+    """
+    was_training = backbone.training
+    backbone.eval()
+    try:
+        with backbone.using_sdpa():
+            return _Scheduler(backbone, rows, batch_size=batch_size, capacity=capacity, seeds=seeds).run()
+    finally:
+        backbone.train(was_training)
+
+
+class _Scheduler:
+    def __init__(
+        self, backbone: Backbone, rows: Sequence[Row], *, batch_size: int, capacity: int, seeds: Sequence[int]
+    ) -> None:
+        self.backbone, self.rows, self.seeds, self.capacity = backbone, rows, seeds, capacity
+        self.limit = min(batch_size, len(rows))
+        self.cache = BufferCache(
+            backbone.model.config,
+            num_rows=self.limit,
+            capacity=capacity,
+            dtype=backbone.model.dtype,
+            device=backbone.device,
+        )
+        self.live: list[_Live] = []
+        self.started = 0
+        self.results: dict[int, Generation] = {}
+
+    def run(self) -> list[Generation]:
+        """Forward passes until every row has returned."""
+        self._refill()
+        while self.live:
+            replies = self._forward([live.request for live in self.live])
+            for place in reversed(range(len(self.live))):
+                self._advance(place, replies[place])
+            self._refill()
+        return [self.results[number] for number in range(len(self.rows))]
+
+    def _refill(self) -> None:
+        while len(self.live) < self.limit and self.started < len(self.rows):
+            number, row = self.started, self.rows[self.started]
+            self.started += 1
+            generator = torch.Generator(self.backbone.device).manual_seed(self.seeds[number])
+            self.live.append(_Live(number, row, next(row), generator))
+
+    def _advance(self, place: int, reply: Reply) -> None:
+        live = self.live[place]
+        try:
+            live.request = live.row.send(reply)
+        except StopIteration as stop:
+            self.results[live.number] = stop.value
+            last = len(self.live) - 1
+            if place != last:
+                self.cache.move_row(last, place)
+                self.live[place] = self.live[last]
+            self.live.pop()
+
+    def _forward(self, requests: list[Request]) -> list[Reply]:
+        table, visible = self._table(requests)  # [b, Q, 9]
+        places = table[:, :, 2]
+        self.cache.aim(places, visible=visible)
+        hidden = self.backbone.model.base_model(
+            input_ids=table[:, :, 0],
+            position_ids=table[:, :, 1],
+            attention_mask=interval_mask(table[:, :, 3:], visible),
+            cache=self.cache,
+            use_cache=True,
+        ).last_hidden_state  # [b, Q, D]
+        return self._replies(hidden, requests)
+
+    def _table(self, requests: list[Request]) -> tuple[Tensor, int]:
+        """Tokens, positions, places and intervals of all queries in one transfer; rows are right-padded."""
+        longest = max(len(request.tokens) for request in requests)
+        table = np.zeros((len(requests), longest, 9), np.int64)
+        table[:, :, 2], table[:, :, 4] = (
+            self.cache.trash,
+            1,
+        )  # a padded query sees place 0 and writes to the trash
+        for b, request in enumerate(requests):
+            length = len(request.tokens)
+            if request.places.max() >= self.capacity:
+                raise UserError(
+                    f"a row needs place {request.places.max()} of a buffer of {self.capacity}; raise the capacity"
+                )
+            table[b, :length, 0] = np.where(request.tokens == MASK, self.backbone.mask_token_id, request.tokens)
+            table[b, :length, 1], table[b, :length, 2] = request.positions, request.places
+            table[b, :length, 3:] = request.intervals.reshape(length, 6)
+        visible = int(table[:, :, 3:].max())
+        device = self.backbone.device
+        return torch.from_numpy(table).to(device, non_blocking=True), visible
+
+    def _replies(self, hidden: Tensor, requests: list[Request]) -> list[Reply]:
+        """Reduce logits on the device and bring [R, 4] figures back in one transfer."""
+        width = hidden.shape[1]
+        places, targets = [], []
+        for b, request in enumerate(requests):
+            length, count = len(request.tokens), request.num_replies
+            places.append(b * width + np.arange(length - count, length))
+            targets.append(request.targets if len(request.targets) else np.zeros(count, np.int64))
+        chosen = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(targets)])).to(hidden.device)
+        rows = hidden.flatten(0, 1)[chosen[0]]  # [R, D]
+        owner = np.repeat(np.arange(len(requests)), [request.num_replies for request in requests])
+
+        figures = torch.zeros(len(rows), 4, dtype=torch.float64, device=hidden.device)
+        step = max(1, MAX_LOGITS // self.backbone.vocab_size)
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            logits = self.backbone.logits(rows[part]).float()
+            log_total = logits.logsumexp(-1, keepdim=True)
+            if any(request.entropy for request in requests):
+                log_p = logits - log_total
+                figures[part, 3] = -(log_p.exp() * log_p).sum(-1).double()
+            logits[:, self.backbone.mask_token_id] = -torch.inf  # no decoder may commit [MASK]
+            tokens = self._draw(logits, owner[part], requests)
+            pair = torch.stack([tokens, chosen[1, part]], dim=1)
+            figures[part, 0] = tokens.double()
+            figures[part, 1:3] = (logits.gather(1, pair) - log_total).exp().double()
+        table = figures.cpu().numpy()
+        parts = np.split(table, np.cumsum([request.num_replies for request in requests])[:-1])
+        return [
+            Reply(
+                tokens=part[:, 0].astype(np.int64),
+                p_token=part[:, 1],
+                p_target=part[:, 2],
+                entropy=part[:, 3],
+            )
+            for part in parts
+        ]
+
+    def _draw(self, logits: Tensor, owner: np.ndarray, requests: list[Request]) -> Tensor:
+        tokens = logits.argmax(-1)
+        for b in np.unique(owner):
+            sampling = requests[b].sampling
+            if sampling.temperature > 0:
+                own = torch.from_numpy(owner == b).to(logits.device)
+                tokens[own] = draw_tokens(logits[own], sampling, self.live[b].generator)
+        return tokens
+
+
+def interval_mask(intervals: Tensor, visible: int) -> Tensor:
+    """[b, 1, Q, visible] bool from [b, Q, 6] interval bounds: a key is seen where any interval holds its place."""
+    key = torch.arange(visible, device=intervals.device)
+    starts, stops = intervals[..., 0::2, None], intervals[..., 1::2, None]  # [b, Q, 3, 1]
+    return ((key >= starts) & (key < stops)).any(dim=2)[:, None]

@@ -1,0 +1,136 @@
+"""From a run's checkpoint to a Hugging Face folder, and back to a backbone with its conventions."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from lit_refusion.backbone import Backbone
+from lit_refusion.errors import UserError
+from lit_refusion.module import RECORD_KEY
+from lit_refusion.objective import Objective
+from lit_refusion.spec import DiffusionSpec
+from lit_refusion.tokenizer import load_tokenizer
+from lit_refusion.training import TOKENIZER
+
+MODEL_PREFIX = "backbone.model."
+DType = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """What to export.
+
+    Args:
+        run: folder of a training run.
+        checkpoint: "best" (lowest validation loss) or "last".
+        out: folder to write; must not exist.
+        dtype: dtype of the weights; "auto" keeps the checkpoint's.
+    """
+
+    run: str
+    checkpoint: Literal["best", "last"]
+    out: str
+    dtype: DType
+
+
+def export(config: ExportConfig) -> Path:
+    """Write safetensors, config with the DiffusionSpec, and tokenizer; `AutoModelForCausalLM` loads it unchanged."""
+    out = Path(config.out)
+    if out.exists():
+        raise UserError(f"out={out}: it exists already; remove it or choose another folder")
+    run = Path(config.run)
+    checkpoint = load_checkpoint(run / "checkpoints" / f"{config.checkpoint}.ckpt")
+    record = checkpoint[RECORD_KEY]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**record["model_config"]))
+    state = checkpoint["state_dict"]
+    weights = {name.removeprefix(MODEL_PREFIX): state[name] for name in state if name.startswith(MODEL_PREFIX)}
+    model.load_state_dict(weights)
+    if config.dtype != "auto":
+        model = model.to(getattr(torch, config.dtype))
+    model.config.diffusion_spec = record["spec"]
+    model.config.mask_token_id = record["spec"]["mask_token_id"]
+    tokenizer = load_tokenizer(run / TOKENIZER)
+    temporary = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint as plain data (tensors and containers only: nothing in it is run).
+
+    Raises:
+        UserError: missing, damaged, or not from this project.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint; is run=... the folder of a training run?")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path}: damaged or not a checkpoint; choose the run's other checkpoint") from error
+    if RECORD_KEY not in checkpoint:
+        raise UserError(f"{path}: not a checkpoint of this project (it has no '{RECORD_KEY}' record)")
+    return checkpoint
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to decode."""
+
+    backbone: Backbone
+    tokenizer: PreTrainedTokenizerBase
+    spec: DiffusionSpec
+
+
+def load_model(
+    path: str,
+    *,
+    objective: Objective | None,
+    device: str = "auto",
+    dtype: DType = "auto",
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load an exported folder, or a model without a DiffusionSpec given its objective.
+
+    Args:
+        path: folder or hub id.
+        objective: what the model was trained with, where its config does not say (the official release).
+        device: "auto" takes CUDA where there is one.
+        dtype: "auto" is fp32 on CPU and bf16 on CUDA.
+        trust_remote_code: run code that comes with the model.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    backbone = Backbone.from_pretrained(
+        path,
+        tokenizer=tokenizer,
+        dtype=getattr(torch, dtype),
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    spec = backbone.saved_spec(origin=f"{path}/config.json")
+    if spec is None and objective is None:
+        raise UserError(
+            f"model={path}: its config has no diffusion_spec, so nobody knows how it was trained; give objective=..."
+        )
+    if objective is not None:
+        if spec is not None and spec.objective != objective.name:
+            raise UserError(f"objective={objective.name}: but model={path} was trained with '{spec.objective}'")
+        spec = spec or objective.spec(backbone.mask_token_id)
+    assert spec is not None
+    return LoadedModel(backbone, tokenizer, spec)

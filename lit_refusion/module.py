@@ -1,0 +1,152 @@
+"""The LightningModule: one training step for every objective."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lit_refusion.backbone import Backbone
+from lit_refusion.errors import UserError
+from lit_refusion.meter import LossMeter
+from lit_refusion.objective import Loss, Objective
+from lit_refusion.optimizer import OptimizerConfig
+from lit_refusion.views import Batch
+
+RECORD_KEY = "lit_refusion"
+
+
+class TrainingModule(L.LightningModule):
+    """Trains a backbone with an objective.
+
+    The loss of a micro-batch is divided by the denominator of the whole optimizer step, which the batch carries.
+    So the sum over ranks and accumulated micro-batches is the step's loss, however it was cut up. Lightning
+    divides by the accumulation and the strategy by the world size; both are multiplied back.
+
+    Args:
+        backbone: the model; `objective.prepare` has been called on it.
+        objective: the training method.
+        optimizer: AdamW and its schedule.
+        max_steps: optimizer steps of the whole run.
+        log_every: steps between logged figures, which are means over those steps.
+        record: plain data saved in every checkpoint (resolved config, DiffusionSpec, fingerprints).
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        objective: Objective,
+        *,
+        optimizer: OptimizerConfig,
+        max_steps: int,
+        log_every: int,
+        record: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self.backbone, self.objective, self.optimizer_config = backbone, objective, optimizer
+        self.max_steps, self.log_every, self.record = max_steps, log_every, record
+        self.train_meter = LossMeter(objective.terms)
+        self.validation_meter = LossMeter(objective.terms)
+        self._logged_step = 0
+        self._logged_time = 0.0
+        self._gradient_norm: Tensor | None = None
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss of one micro-batch, scaled so that the sums come out right."""
+        loss = self.objective.loss(self.backbone, batch, progress=self.global_step / self.max_steps)
+        shares = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        denominator = self._denominator(batch)
+        self.train_meter.update(loss, batch, denominator=denominator / shares)
+        return loss.total / denominator * shares
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add one validation batch to the sums."""
+        loss: Loss = self.objective.loss(self.backbone, batch, progress=self.global_step / self.max_steps)
+        num_batches = self.trainer.num_val_batches[0] * self.trainer.world_size
+        self.validation_meter.update(loss, batch, denominator=self._denominator(batch) / num_batches)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the validation figures."""
+        figures = self.validation_meter.compute()
+        self.validation_meter.reset()
+        if not self.trainer.sanity_checking:
+            self._log("val", {k: v for k, v in figures.items() if k not in ("tokens", "supervised_tokens")})
+
+    def on_train_start(self) -> None:
+        """Start the clock."""
+        self._logged_step, self._logged_time = self.global_step, time.perf_counter()
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        """Log the training figures every `log_every` steps, as means over them."""
+        steps = self.global_step - self._logged_step
+        if steps < self.log_every and not (steps and self.global_step == self.max_steps):
+            return
+        figures = self.train_meter.compute()
+        self.train_meter.reset()
+        now = time.perf_counter()
+        figures["tokens_per_second"] = figures.pop("tokens") / (now - self._logged_time)
+        figures["supervised_tokens"] /= steps
+        figures["learning_rate"] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        if self._gradient_norm is not None:
+            figures["gradient_norm"] = float(self._gradient_norm)
+        self._logged_step, self._logged_time = self.global_step, now
+        self._log("train", figures)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Measure the gradient norm, before clipping, on steps that will be logged."""
+        due = self.global_step + 1 - self._logged_step >= self.log_every
+        gradients = [p.grad for p in self.parameters() if p.grad is not None] if due else []
+        self._gradient_norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with a per-step schedule over the explicit `max_steps`."""
+        optimizer, schedule = self.optimizer_config.build(self.parameters(), max_steps=self.max_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the record."""
+        checkpoint[RECORD_KEY] = self.record
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse another objective's checkpoint, and set the loop's counters to the optimizer step.
+
+        Lightning counts micro-batches; the plan counts steps. Rewriting the counters makes a run resume at a step
+        boundary, also where accumulation or the number of devices has changed.
+        """
+        saved = checkpoint.get(RECORD_KEY, {}).get("spec", {}).get("objective")
+        if saved != self.objective.name:
+            raise UserError(
+                f"resume: the checkpoint was trained with objective '{saved}', this run has '{self.objective.name}'; "
+                "choose another run folder"
+            )
+        loops = checkpoint.get("loops", {}).get("fit_loop")
+        if loops is not None:
+            step = checkpoint["global_step"]
+            done = step * self.trainer.accumulate_grad_batches
+            for counts in loops["epoch_loop.batch_progress"].values():
+                if isinstance(counts, dict):
+                    counts.update(dict.fromkeys(counts, done))
+            loops["epoch_loop.batch_progress"]["is_last_batch"] = False
+            loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step
+
+    def _denominator(self, batch: Batch) -> int:
+        by_examples = self.objective.normalizer == "examples"
+        return batch.num_examples if by_examples else batch.num_response_tokens
+
+    def _log(self, stage: str, figures: dict[str, float]) -> None:
+        """To the loggers once, under the optimizer step; to the progress bar and the callbacks."""
+        named = {f"{stage}/{name}": value for name, value in figures.items()}
+        for logger in self.loggers:
+            logger.log_metrics(named, step=self.global_step)
+            logger.save()
+        for name in self.shown_figures(self.objective):
+            if f"{stage}/{name}" in named:
+                self.log(f"{stage}/{name}", named[f"{stage}/{name}"], prog_bar=True, logger=False, sync_dist=False)
+
+    @staticmethod
+    def shown_figures(objective: Objective) -> tuple[str, ...]:
+        """Names of the figures for a progress display."""
+        return ("loss", *(f"ce/{term}" for term in objective.terms), "tokens_per_second")

@@ -1,0 +1,94 @@
+"""The seam of a training method. Shapes: B rows, T row length, M supervised rows, D width."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+from torch import Tensor
+
+from lit_refusion.attention import Attention
+from lit_refusion.backbone import Backbone
+from lit_refusion.examples import Example
+from lit_refusion.losses import token_cross_entropy
+from lit_refusion.spec import DiffusionSpec
+from lit_refusion.views import IGNORE, Batch, View
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Sums, not means: only the trainer divides, by the count of the whole optimizer step.
+
+    Args:
+        total: scalar, sum over supervised rows of weight x token loss.
+        token_loss: [M] unweighted loss of each supervised row, detached.
+        token_weight: [M] its weight.
+        token_term: [M] index into `Objective.terms`.
+        token_mask_rate: [M] noise level of its example, NaN where undefined.
+    """
+
+    total: Tensor
+    token_loss: Tensor
+    token_weight: Tensor
+    token_term: Tensor
+    token_mask_rate: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(ABC):
+    """A training method: a frozen dataclass of hyperparameters, without defaults and without parameters.
+
+    A subclass says what a row looks like (`view`), what it attends to (`attention`) and how its terms are
+    called (`terms`). It never divides by a batch size: `weights` of a view sum one example's terms, and
+    `normalizer` says what the trainer divides the sum over the whole optimizer step by.
+    """
+
+    name: ClassVar[str]
+    terms: ClassVar[tuple[str, ...]]
+    needs_mask_token: ClassVar[bool]
+
+    @property
+    def normalizer(self) -> Literal["examples", "response_tokens"]:
+        """Denominator of the loss; known from the clean batch, never from the noise."""
+        return "examples"
+
+    @abstractmethod
+    def view(self, example: Example, rng: np.random.Generator) -> View:
+        """What one example looks like in training; `rng` is the only randomness, its first draw the mask rate."""
+
+    @abstractmethod
+    def attention(self, progress: float) -> Attention:
+        """The attention rule; `progress` in [0, 1] is the share of training done (most ignore it)."""
+
+    @abstractmethod
+    def spec(self, mask_token_id: int | None) -> DiffusionSpec:
+        """The conventions that a decoder must share."""
+
+    def prepare(self, backbone: Backbone) -> None:  # noqa: B027 - a hook, not a duty
+        """Change the backbone before training, for example freeze it and add parameters. Default: nothing."""
+
+    def loss(self, backbone: Backbone, batch: Batch, *, progress: float) -> Loss:
+        """Weighted cross-entropy on the supervised rows.
+
+        A batch without supervised rows still reaches every parameter, with weight 0, so that no rank of a
+        distributed run waits for its gradient.
+        """
+        hidden = backbone(batch, self.attention(progress))  # [B, T, D]
+        is_supervised = batch.targets != IGNORE
+        if not is_supervised.any():
+            is_supervised = is_supervised.clone()
+            is_supervised[0, 0] = True  # its weight is 0
+        targets = batch.targets[is_supervised].clamp(min=0)
+        token_loss = token_cross_entropy(
+            backbone.logits, hidden[is_supervised], targets, vocab_size=backbone.vocab_size
+        )
+        weight = batch.weights[is_supervised]
+        return Loss(
+            total=(weight * token_loss).sum(),
+            token_loss=token_loss.detach(),
+            token_weight=weight,
+            token_term=batch.term[is_supervised],
+            token_mask_rate=batch.mask_rate[is_supervised],
+        )

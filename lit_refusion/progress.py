@@ -1,0 +1,48 @@
+"""Progress as plain lines, for logs and pipes; a terminal gets Lightning's rich bar."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loggers import Logger
+
+
+class LineLogger(Logger):
+    """Prints what is logged, with the time left: one line per logged step, one per validation.
+
+    Args:
+        max_steps: optimizer steps of the whole run.
+        shown: names of the figures to print, in order.
+    """
+
+    name = "lines"
+    version = ""
+
+    def __init__(self, max_steps: int, shown: tuple[str, ...]) -> None:
+        super().__init__()
+        self.max_steps, self.shown = max_steps, shown
+        self._first: tuple[int, float] | None = None
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Print one line."""
+        step = step or 0
+        stage = next(iter(metrics)).split("/", maxsplit=1)[0]
+        figures = {name: metrics.get(f"{stage}/{name}") for name in self.shown}
+        text = "  ".join(f"{name} {value:,.4g}" for name, value in figures.items() if value is not None)
+        print(f"{stage:5} step {step}/{self.max_steps}  {text}{self._time_left(step)}", flush=True)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run folder has the config."""
+
+    def _time_left(self, step: int) -> str:
+        now = time.perf_counter()
+        if self._first is None or step <= self._first[0]:
+            self._first = self._first or (step, now)
+            return ""
+        seconds = (now - self._first[1]) / (step - self._first[0]) * (self.max_steps - step)
+        return f"  eta {timedelta(seconds=round(seconds))}"
