@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from lit_refusion.backbone import Backbone
-from lit_refusion.decoder import Decoder, Generation, Step
+from lit_refusion.decoder import Decoder
 from lit_refusion.engine.request import Request, Row, Sampling, visible
-from lit_refusion.engine.scheduler import decode
 from lit_refusion.errors import UserError
-from lit_refusion.noise import row_seeds
+from lit_refusion.generation import Generation, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,26 +39,8 @@ class AutoregressiveDecoder(Decoder):
                 "temperature and top_k must not be negative, top_p must lie in (0, 1]"
             )
 
-    def generate(
-        self,
-        backbone: Backbone,
-        prompts: Sequence[Sequence[int]],
-        *,
-        seed: int = 0,
-        indices: Sequence[int] | None = None,
-    ) -> list[Generation]:
-        """See `Decoder.generate`."""
-        rows = [self._row(np.asarray(prompt, np.int64), backbone.eos_token_id) for prompt in prompts]
-        longest = max((len(prompt) for prompt in prompts), default=0)
-        return decode(
-            backbone,
-            rows,
-            batch_size=self.batch_size,
-            capacity=longest + self.max_new_tokens,
-            seeds=row_seeds(seed, indices or range(len(rows))),
-        )
-
-    def _row(self, prompt: np.ndarray, eos: int) -> Row:
+    def row(self, prompt: np.ndarray, eos_token_id: int) -> Row:
+        """One token per pass; the first pass carries the prompt."""
         sampling = Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         response: list[int] = []
         fed = prompt  # tokens whose keys are not in the buffer yet
@@ -77,7 +56,7 @@ class AutoregressiveDecoder(Decoder):
             )
             token = int(reply.tokens[0])
             response.append(token)
-            is_over = self.stop_at_eos and token == eos
+            is_over = self.stop_at_eos and token == eos_token_id
             if is_over or len(response) == self.max_new_tokens:
                 break
             fed = np.array([token])

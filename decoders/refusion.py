@@ -5,18 +5,16 @@ Shapes: P prompt tokens, L response positions, k tokens of a slot, m slots at ha
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from lit_refusion.backbone import Backbone
-from lit_refusion.decoder import Decoder, Generation, Step
+from lit_refusion.decoder import Decoder
 from lit_refusion.engine.request import Reply, Request, Row, Sampling, visible
-from lit_refusion.engine.scheduler import decode
 from lit_refusion.errors import UserError
-from lit_refusion.noise import row_seeds
+from lit_refusion.generation import Generation, Step
 from lit_refusion.views import MASK
 
 Certainty = Literal["first_token", "mean_probability", "mean_entropy"]
@@ -84,24 +82,14 @@ class ReFusionDecoder(Decoder):
         """L: the budget rounded up to whole slots."""
         return -(-self.max_new_tokens // self.slot_size) * self.slot_size
 
-    def generate(
-        self,
-        backbone: Backbone,
-        prompts: Sequence[Sequence[int]],
-        *,
-        seed: int = 0,
-        indices: Sequence[int] | None = None,
-    ) -> list[Generation]:
-        """See `Decoder.generate`."""
-        rows = [_Response(self, np.asarray(prompt, np.int64), backbone.eos_token_id).row() for prompt in prompts]
-        longest = max((len(prompt) for prompt in prompts), default=0)
-        return decode(
-            backbone,
-            rows,
-            batch_size=self.batch_size,
-            capacity=longest + self.canvas,
-            seeds=row_seeds(seed, indices or range(len(rows))),
-        )
+    @property
+    def num_places(self) -> int:
+        """The canvas: drafts and [MASK]s of a block lie where its tokens will."""
+        return self.canvas
+
+    def row(self, prompt: np.ndarray, eos_token_id: int) -> Row:
+        """Block by block, round by round."""
+        return _Response(self, prompt, eos_token_id).decode()
 
 
 @dataclass
@@ -124,7 +112,7 @@ class _Response:
     def __post_init__(self) -> None:
         self.response = np.full(self.settings.canvas, MASK, np.int64)
 
-    def row(self) -> Row:
+    def decode(self) -> Row:
         """Decode block by block."""
         k, b = self.settings.slot_size, self.settings.block_size
         for start in range(0, self.settings.canvas, b):

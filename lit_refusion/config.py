@@ -71,7 +71,7 @@ def _one_line(error: Exception) -> str:
         return f"{name}={choice}: no such choice; {name} takes {', '.join(choices(name)) or 'nothing'}"
     key = re.search(r"Could not override '([^']+)'", text)
     if key:
-        return f"unknown setting {key.group(1)}; --show-config prints the settings there are"
+        return f"unknown setting {key.group(1)}; --show-config prints those there are (++KEY=VALUE adds one to an open group)"
     missing = re.search(r"Missing mandatory value: (\S+)", text)
     if missing:
         return f"{missing.group(1)}: missing; give {missing.group(1)}=..."

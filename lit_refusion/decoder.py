@@ -4,58 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
 
 from lit_refusion.backbone import Backbone
+from lit_refusion.engine.request import Row
+from lit_refusion.engine.scheduler import decode
 from lit_refusion.errors import UserError
+from lit_refusion.generation import Generation
+from lit_refusion.noise import Stream, noise
 from lit_refusion.spec import DiffusionSpec
-
-
-@dataclass(frozen=True)
-class Step:
-    """One forward pass of one row.
-
-    Args:
-        kind: what the pass was for, in the method's own words.
-        committed: positions in the response whose tokens became final in this pass.
-        tokens: those tokens.
-    """
-
-    kind: str
-    committed: tuple[int, ...]
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """The decoded response of one prompt.
-
-    Args:
-        tokens: kept tokens in reading order, cut after the first end-of-sequence token unless asked otherwise.
-        uncut_tokens: everything that was decoded, in reading order.
-        forward_passes: forward passes that this row took part in, the prompt's included.
-        stop: "eos", or "length" where the budget ran out first.
-        steps: one entry per forward pass.
-        statistics: figures of the method under their own names.
-    """
-
-    tokens: tuple[int, ...]
-    uncut_tokens: tuple[int, ...]
-    forward_passes: int
-    stop: Literal["eos", "length"]
-    steps: tuple[Step, ...] = ()
-    statistics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """Tokens kept / forward passes."""
-        return len(self.tokens) / max(1, self.forward_passes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder(ABC):
     """A decoding method: a frozen dataclass of settings, without defaults.
+
+    A subclass writes `row`: the method for one prompt, in straight-line code. Batching, caching and counting are
+    the engine's.
 
     Args:
         max_new_tokens: budget per prompt.
@@ -74,6 +42,14 @@ class Decoder(ABC):
                 raise UserError(f"decoder.{name}={getattr(self, name)}: must be at least 1")
 
     @abstractmethod
+    def row(self, prompt: np.ndarray, eos_token_id: int) -> Row:
+        """Decode one prompt of [P] ids, P >= 1, as a generator of requests."""
+
+    @property
+    def num_places(self) -> int:
+        """Buffer places that a row needs beside its prompt's, scratch included."""
+        return self.max_new_tokens
+
     def generate(
         self,
         backbone: Backbone,
@@ -90,7 +66,22 @@ class Decoder(ABC):
             seed: seed of the sampling noise.
             indices: number of each prompt in its data set (default 0, 1, ...). Noise is keyed by (seed, index), so
                 a prompt's result depends neither on its neighbours nor on the batch size.
+
+        Raises:
+            UserError: a prompt has no tokens.
         """
+        if not all(len(prompt) for prompt in prompts):
+            raise UserError("prompt: it has no tokens; give some text")
+        return decode(
+            backbone,
+            [self.row(np.asarray(prompt, np.int64), backbone.eos_token_id) for prompt in prompts],
+            batch_size=self.batch_size,
+            capacity=max(map(len, prompts), default=0) + self.num_places,
+            seeds=[
+                int(noise(seed, index=index, epoch=0, stream=Stream.DECODING).integers(2**62))
+                for index in (range(len(prompts)) if indices is None else indices)
+            ],
+        )
 
     def check_fits(self, spec: DiffusionSpec, *, force: bool = False) -> None:
         """Refuse a model that was trained for another way of decoding."""

@@ -53,6 +53,7 @@ class TrainingModule(L.LightningModule):
         self._logged_step = 0
         self._logged_time = 0.0
         self._gradient_norm: Tensor | None = None
+        self._learning_rate = 0.0
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that the sums come out right."""
@@ -89,14 +90,15 @@ class TrainingModule(L.LightningModule):
         now = time.perf_counter()
         figures["tokens_per_second"] = figures.pop("tokens") / (now - self._logged_time)
         figures["supervised_tokens"] /= steps
-        figures["learning_rate"] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        figures["learning_rate"] = self._learning_rate
         if self._gradient_norm is not None:
             figures["gradient_norm"] = float(self._gradient_norm)
         self._logged_step, self._logged_time = self.global_step, now
         self._log("train", figures)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Measure the gradient norm, before clipping, on steps that will be logged."""
+        """On steps that will be logged: the gradient norm before clipping, and the learning rate in use."""
+        self._learning_rate = optimizer.param_groups[0]["lr"]
         due = self.global_step + 1 - self._logged_step >= self.log_every
         gradients = [p.grad for p in self.parameters() if p.grad is not None] if due else []
         self._gradient_norm = torch.nn.utils.get_total_norm(gradients) if gradients else None

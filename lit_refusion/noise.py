@@ -1,7 +1,6 @@
 """Randomness as a function of the data: the same example gets the same noise on any machine."""
 
 import enum
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -22,8 +21,3 @@ def noise(seed: int, *, index: int, epoch: int, stream: Stream) -> np.random.Gen
     left to the draws themselves, so two examples can never overlap.
     """
     return np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, 0, index, epoch]))
-
-
-def row_seeds(seed: int, indices: Iterable[int]) -> list[int]:
-    """Seed of each row's sampling noise, keyed by (seed, index of the prompt in its data set)."""
-    return [int(noise(seed, index=index, epoch=0, stream=Stream.DECODING).integers(2**62)) for index in indices]

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from lit_refusion.decoder import Generation
+from lit_refusion.generation import Generation
 
 OPEN = "·"
 

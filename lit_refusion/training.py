@@ -112,12 +112,13 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Where a run ended."""
+    """Where a run ended; `is_main` on the one process that should speak of it."""
 
     run: Path
     step: int
     was_stopped: bool
     validation_loss: float | None
+    is_main: bool
 
 
 def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
@@ -185,7 +186,8 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         warnings.filterwarnings("ignore", ".*isinstance\\(treespec, LeafSpec\\).*")
         trainer.fit(module, data, ckpt_path=resume_from, weights_only=True)
     score = trainer.callback_metrics.get("val/loss")
-    return TrainResult(run, trainer.global_step, stop.was_stopped, None if score is None else float(score))
+    loss = None if score is None else float(score)
+    return TrainResult(run, trainer.global_step, stop.was_stopped, loss, trainer.is_global_zero)
 
 
 def _resume_point(run: Path, resume: str | None) -> Path | None:

@@ -17,5 +17,6 @@ def run(arguments: argparse.Namespace) -> int:
     settings = build({**config, "data": config["data"]["folder"]}, TrainConfig)
     result = train(settings, resolved=config)
     score = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f}"
-    print(f"{result.run}: step {result.step}{score}; checkpoints in {result.run / 'checkpoints'}")
+    if result.is_main:
+        print(f"{result.run}: step {result.step}{score}; checkpoints in {result.run / 'checkpoints'}")
     return 130 if result.was_stopped else 0

@@ -216,7 +216,5 @@ class DataModule(L.LightningDataModule):
             sampler=sampler,
             num_workers=self.config.num_workers,
             pin_memory=torch.cuda.is_available(),
-            # Forked workers of a process that runs threads can hang; forkserver starts clean.
-            multiprocessing_context="forkserver" if self.config.num_workers else None,
             persistent_workers=self.config.num_workers > 0,
         )

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lit_refusion.decoder import Generation
+from lit_refusion.generation import Generation
 
 NUM_INTERVALS = 3
 """Visible intervals of the buffer per query: enough for prefixes, slots, blocks and dual caches."""

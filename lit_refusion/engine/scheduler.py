@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_refusion.backbone import Backbone
-from lit_refusion.decoder import Generation
+from lit_refusion.generation import Generation
 from lit_refusion.engine.cache import BufferCache
 from lit_refusion.engine.request import Reply, Request, Row
 from lit_refusion.engine.sampling import draw_tokens
@@ -155,8 +155,7 @@ class _Scheduler:
             logits = self.backbone.logits(rows[part]).float()
             log_total = logits.logsumexp(-1, keepdim=True)
             if any(request.entropy for request in requests):
-                log_p = logits - log_total
-                figures[part, 3] = -(log_p.exp() * log_p).sum(-1).double()
+                figures[part, 3] = torch.special.entr((logits - log_total).exp()).sum(-1).double()
             logits[:, self.backbone.mask_token_id] = -torch.inf  # no decoder may commit [MASK]
             tokens = self._draw(logits, owner[part], requests)
             pair = torch.stack([tokens, chosen[1, part]], dim=1)
