@@ -40,6 +40,7 @@ def load_config(command: str, overrides: Sequence[str], *, extra_folder: str | N
             raise UserError(f"--config-dir {extra_folder}: no such folder")
         overrides.append(f"hydra.searchpath=[file://{Path(extra_folder).resolve()}]")
     GlobalHydra.instance().clear()
+    OmegaConf.register_new_resolver("package", _package_path, replace=True)
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             config = compose(command, overrides)
@@ -48,6 +49,11 @@ def load_config(command: str, overrides: Sequence[str], *, extra_folder: str | N
         raise UserError(_one_line(error)) from error
     finally:
         GlobalHydra.instance().clear()
+
+
+def _package_path(relative: str) -> str:
+    """`${package:PATH}` in YAML: a file that the package carries."""
+    return str(Path(__file__).resolve().parent / relative)
 
 
 def choices(group: str) -> list[str]:
@@ -71,7 +77,7 @@ def _one_line(error: Exception) -> str:
         return f"{name}={choice}: no such choice; {name} takes {', '.join(choices(name)) or 'nothing'}"
     key = re.search(r"Could not override '([^']+)'", text)
     if key:
-        return f"unknown setting {key.group(1)}; --show-config prints those there are (++KEY=VALUE adds one to an open group)"
+        return f"unknown setting {key.group(1)}; --show-config prints what there is (++KEY=VALUE adds to an open group)"
     missing = re.search(r"Missing mandatory value: (\S+)", text)
     if missing:
         return f"{missing.group(1)}: missing; give {missing.group(1)}=..."

@@ -53,7 +53,10 @@ def make_tokenizer(*, mask_token: str | None = "<|mask|>") -> PreTrainedTokenize
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"] + ([mask_token] if mask_token else [])
     trainer = trainers.BpeTrainer(
-        vocab_size=280, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=280,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(["What is 1 + 2? The answer is 3."] * 4, trainer)
     fast = PreTrainedTokenizerFast(
@@ -85,6 +88,8 @@ def backbone(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase)
 def records(tmp_path: Path) -> Path:
     """A small JSONL file of additions."""
     path = tmp_path / "records.jsonl"
-    lines = [{"query": f"What is {a} + {b}?", "response": f"The answer is {a + b}."} for a in range(12) for b in range(5)]
+    lines = [
+        {"query": f"What is {a} + {b}?", "response": f"The answer is {a + b}."} for a in range(12) for b in range(5)
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

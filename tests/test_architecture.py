@@ -14,7 +14,9 @@ from tests.conftest import REPOSITORY
 CORE = sorted((REPOSITORY / "lit_refusion").rglob("*.py"))
 METHODS = sorted([*(REPOSITORY / "objectives").glob("*.py"), *(REPOSITORY / "decoders").glob("*.py")])
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc"}
-METHOD_NAMES = re.compile(r"(?<!lit_)(?<!lit-)\b(refusion|autoregressive|llada|dream|bd3|sdar|orthrus)\b", re.IGNORECASE)
+METHOD_NAMES = re.compile(
+    r"(?<!lit_)(?<!lit-)\b(refusion|autoregressive|llada|dream|bd3|sdar|orthrus)\b", re.IGNORECASE
+)
 
 
 def imported_modules(path: Path) -> set[str]:

@@ -133,7 +133,7 @@ def test_varlen_sequences_end_with_their_row() -> None:
 
 
 def test_varlen_is_refused_for_other_rules() -> None:
-    with pytest.raises(UserError, match="flash_attention_2 cannot express the attention rule 'blocks'.*sdpa"):
+    with pytest.raises(UserError, match=r"flash_attention_2 cannot express the attention rule 'blocks'.*sdpa"):
         varlen_args(BLOCKS, PACKED)
 
 

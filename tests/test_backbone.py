@@ -122,7 +122,7 @@ def test_mask_that_occurs_in_the_data_is_refused() -> None:
 
     check_mask_not_in_data(2, counts, origin="data")
     check_mask_not_in_data(3, counts, origin="data")  # a spare row behind the tokenizer's ids
-    with pytest.raises(UserError, match="folder: the mask token 1 occurs 4 times .*choose another"):
+    with pytest.raises(UserError, match=r"folder: the mask token 1 occurs 4 times .*choose another"):
         check_mask_not_in_data(1, counts, origin="folder")
 
 

@@ -11,12 +11,14 @@ import torch
 from omegaconf import OmegaConf
 
 from lit_refusion.backbone import Backbone
-from lit_refusion.config import choices, config_folder
+from lit_refusion.config import choices, config_folder, load_config
+from lit_refusion.data.prepare import PrepareConfig
 from lit_refusion.decoder import Decoder
 from lit_refusion.examples import Example
 from lit_refusion.noise import Stream, noise
 from lit_refusion.objective import Objective
 from lit_refusion.schema import build
+from lit_refusion.training import TrainConfig
 from lit_refusion.views import IGNORE, MASK, Batch, View, collate, pack
 
 
@@ -142,3 +144,14 @@ def test_decoder_contract(decoder: Decoder, backbone: Backbone) -> None:
 def test_decoder_refuses_prompts_without_tokens(decoder: Decoder, backbone: Backbone) -> None:
     with pytest.raises(ValueError, match="no tokens"):
         decoder.generate(backbone, [[5], []])
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+@pytest.mark.parametrize("objective_name", choices("objective"))
+def test_recipes_build_with_every_objective(experiment: str, objective_name: str) -> None:
+    config = load_config("train", [f"experiment={experiment}", f"objective={objective_name}"])
+    built = build({**config, "data": config["data"]["folder"]}, TrainConfig)
+    assert built.trainer.global_batch_size == 512
+    assert (built.optimizer.learning_rate, built.optimizer.schedule) == (2e-5, "cosine")
+    data = load_config("prepare", ["data=refusion_3p7m"])["data"]
+    assert build(data, PrepareConfig).max_length == 4096

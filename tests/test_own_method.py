@@ -103,7 +103,12 @@ def test_own_objective_and_decoder(
     own = ["--config-dir", str(tmp_path / "conf")]
 
     data = [f"data.folder={tmp_path}/data"]
-    assert main(["prepare", "data=files", f"data.sources.0.files=[{records}]", f"data.tokenizer={tokenizer_folder}", *data]) == 0
+    assert (
+        main(
+            ["prepare", "data=files", f"data.sources.0.files=[{records}]", f"data.tokenizer={tokenizer_folder}", *data]
+        )
+        == 0
+    )
     architecture = [f"++backbone.architecture.{name}={value}" for name, value in ARCHITECTURES["qwen3"].items()]
     assert main([
         "train", "objective=own", "data=prepared", *data, f"run={tmp_path}/run", "trainer.max_steps=30",

@@ -145,7 +145,7 @@ def test_top_level_keys_have_no_prefix() -> None:
 
 @pytest.mark.parametrize("node", [3, None, "text", [1]])
 def test_not_a_group(node: Any) -> None:
-    with pytest.raises(UserError, match="job=.*expected a group of settings"):
+    with pytest.raises(UserError, match=r"job=.*expected a group of settings"):
         build(node, Outer, key="job")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -87,21 +88,21 @@ def test_fingerprint_differs_after(change: Callable, tokenizer: PreTrainedTokeni
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot load it .*give a folder or a hub id") as caught:
+    with pytest.raises(UserError, match=r"cannot load it .*give a folder or a hub id") as caught:
         load_tokenizer(tmp_path / "none")
     assert str(caught.value).startswith(f"tokenizer={tmp_path / 'none'}: ")
     assert "\n" not in str(caught.value)
 
 
 def test_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"tokenizer={tmp_path}: cannot load it"):
+    with pytest.raises(UserError, match=re.escape(f"tokenizer={tmp_path}: cannot load it")):
         load_tokenizer(tmp_path)
 
 
 def test_damaged_file_is_an_error_that_names_the_folder(broken_folder: Path) -> None:
     content = (broken_folder / "tokenizer.json").read_text()
     (broken_folder / "tokenizer.json").write_text(content[: len(content) // 2])
-    with pytest.raises(UserError, match=f"tokenizer={broken_folder}: cannot load it"):
+    with pytest.raises(UserError, match=re.escape(f"tokenizer={broken_folder}: cannot load it")):
         load_tokenizer(broken_folder)
 
 
@@ -109,7 +110,7 @@ def test_end_of_sequence_token_is_required(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"tokenizer={tmp_path}: it has no eos_token; set one"):
+    with pytest.raises(UserError, match=re.escape(f"tokenizer={tmp_path}: it has no eos_token; set one")):
         load_tokenizer(tmp_path)
 
 
@@ -117,5 +118,5 @@ def test_end_of_sequence_token_is_required(tmp_path: Path) -> None:
 def test_tokenizer_of_a_newer_library_is_an_error_that_names_the_folder(broken_folder: Path) -> None:
     path = broken_folder / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "pre_tokenizer": {"type": "Newer"}}))
-    with pytest.raises(UserError, match=f"tokenizer={broken_folder}: cannot load it"):
+    with pytest.raises(UserError, match=re.escape(f"tokenizer={broken_folder}: cannot load it")):
         load_tokenizer(broken_folder)

@@ -30,7 +30,9 @@ class LoaderConfig:
         pad_to_multiple: row lengths are rounded up to a multiple of this.
         num_workers: loader processes.
         validation_fraction: share of the examples held out, by hash of their text.
-        max_validation_examples: the held-out examples with the smallest hashes are used; null for all.
+        max_training_examples: train on this many examples, those with the smallest hashes of their text: the same
+            subset for every objective, order and worker count; null for all.
+        max_validation_examples: the same for the held-out examples.
     """
 
     layout: Literal["padded", "packed"]
@@ -39,6 +41,7 @@ class LoaderConfig:
     pad_to_multiple: int
     num_workers: int
     validation_fraction: float
+    max_training_examples: int | None
     max_validation_examples: int | None
 
     def __post_init__(self) -> None:
@@ -47,6 +50,9 @@ class LoaderConfig:
                 raise UserError(f"loader.{name}={getattr(self, name)}: must be at least 1")
         if self.num_workers < 0:
             raise UserError(f"loader.num_workers={self.num_workers}: must not be negative")
+        for name in ("max_training_examples", "max_validation_examples"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UserError(f"loader.{name}={getattr(self, name)}: must be at least 1, or null for all")
         if not 0 <= self.validation_fraction < 1:
             raise UserError(f"loader.validation_fraction={self.validation_fraction}: must lie in [0, 1)")
 
@@ -163,8 +169,8 @@ class DataModule(L.LightningDataModule):
         self.shards, self.objective, self.config = shards, objective, config
         self.mask_token_id, self.seed = mask_token_id, seed
         train, validation = shards.split(config.validation_fraction)
-        by_key = np.argsort(shards.index["key"][validation], kind="stable")
-        self.validation_indices = validation[by_key[: config.max_validation_examples]]
+        train = _smallest_keys(train, shards, config.max_training_examples)
+        self.validation_indices = _smallest_keys(validation, shards, config.max_validation_examples)
         self.plan = Plan(train, shards.lengths(), seed=seed, global_batch_size=global_batch_size)
 
     def num_micro_batches(self, world_size: int) -> int:
@@ -218,3 +224,11 @@ class DataModule(L.LightningDataModule):
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.config.num_workers > 0,
         )
+
+
+def _smallest_keys(indices: np.ndarray, shards: Shards, count: int | None) -> np.ndarray:
+    """The `count` examples with the smallest text hashes, in index order; all of them for None."""
+    if count is None or count >= len(indices):
+        return indices
+    by_key = np.argsort(shards.index["key"][indices], kind="stable")
+    return np.sort(indices[by_key[:count]])

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lit_refusion.backbone import Backbone
-from lit_refusion.generation import Generation
 from lit_refusion.engine.cache import BufferCache
 from lit_refusion.engine.request import Reply, Request, Row
 from lit_refusion.engine.sampling import draw_tokens
 from lit_refusion.errors import UserError
+from lit_refusion.generation import Generation
 from lit_refusion.losses import MAX_LOGITS
 from lit_refusion.views import MASK
 

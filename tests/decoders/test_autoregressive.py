@@ -11,9 +11,7 @@ import torch
 from decoders.autoregressive import AutoregressiveDecoder
 from lit_refusion.backbone import Backbone
 
-GREEDY = AutoregressiveDecoder(
-    max_new_tokens=12, batch_size=3, temperature=0.0, top_k=0, top_p=1.0, stop_at_eos=True
-)
+GREEDY = AutoregressiveDecoder(max_new_tokens=12, batch_size=3, temperature=0.0, top_k=0, top_p=1.0, stop_at_eos=True)
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -58,7 +58,11 @@ def test_loss_equals_plain_cross_entropy(backbone: Backbone, average: str) -> No
 def test_batch_without_targets_still_reaches_every_parameter(backbone: Backbone) -> None:
     objective = Autoregressive(average="example")
     batch = collate(
-        [[view] for view in views(objective)], mask_token_id=None, pad_to_multiple=1, num_examples=2, num_response_tokens=5
+        [[view] for view in views(objective)],
+        mask_token_id=None,
+        pad_to_multiple=1,
+        num_examples=2,
+        num_response_tokens=5,
     )
     batch.targets.fill_(-100)
     batch.weights.fill_(0)

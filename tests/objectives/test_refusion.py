@@ -153,7 +153,7 @@ def test_a_row_written_out_by_hand() -> None:
 
 
 def test_lambda_scales_the_masked_term_only() -> None:
-    case = dict(slot_size=2, masked_slots=[1], clean_slot_order=[0], p_mask=0.5)
+    case: dict[str, Any] = {"slot_size": 2, "masked_slots": [1], "clean_slot_order": [0], "p_mask": 0.5}
     one, three = (
         dataclasses.replace(REFUSION, mdm_weight=weight).arrange(example([1], [5, 6, 7, 8]), **case)
         for weight in (1.0, 3.0)
