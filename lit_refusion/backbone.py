@@ -15,17 +15,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_refusion.attention import Attention, block_mask, dense_mask, varlen_args
 from lit_refusion.errors import UserError
-from lit_refusion.mask_token import TABLE_MULTIPLE, choose_mask_token
+from lit_refusion.mask_token import choose_mask_token
+from lit_refusion.model_loading import load_pretrained, make_fresh
 from lit_refusion.spec import DiffusionSpec
 from lit_refusion.views import Batch
 
 AttentionBackend = Literal["sdpa", "flex_attention", "flash_attention_2"]
-
-_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +90,6 @@ class Backbone(nn.Module):
 
     def __init__(self, model: PreTrainedModel, *, mask_token_id: int, attention: AttentionBackend) -> None:
         super().__init__()
-        _check_architecture(model.config)
         self.model = model
         self.mask_token_id = mask_token_id
         self.attention_backend = attention
@@ -124,17 +122,10 @@ class Backbone(nn.Module):
         Raises:
             UserError: no such model, an unsupported architecture, or a mask token that clashes.
         """
-        extra = {"gguf_file": gguf_file} if gguf_file else {}
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(path_or_id),
-                dtype=dtype,
-                attn_implementation=attention,
-                trust_remote_code=trust_remote_code,
-                **extra,
-            )
-        except (OSError, ValueError, ImportError) as error:
-            raise UserError(f"backbone.path={path_or_id}: cannot load the model: {first_line(error)}") from error
+        options = {"gguf_file": gguf_file} if gguf_file else {}
+        model = load_pretrained(
+            str(path_or_id), dtype=dtype, attention=attention, trust_remote_code=trust_remote_code, **options
+        )
         mask_token_id = choose_mask_token(model, tokenizer, mask_token_id)
         model.to(device)  # type: ignore[arg-type]
         return cls(model, mask_token_id=mask_token_id, attention=attention)
@@ -158,16 +149,7 @@ class Backbone(nn.Module):
             attention: attention kernel.
             seed: seed of the initial weights.
         """
-        fields = {"vocab_size": -(-len(tokenizer) // TABLE_MULTIPLE) * TABLE_MULTIPLE, **architecture}
-        for name in ("bos", "eos", "pad"):
-            fields[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id")
-        try:
-            config = AutoConfig.for_model(**fields)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"backbone.architecture={architecture}: {first_line(error)}") from error
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        model = make_fresh(architecture, tokenizer, attention=attention, seed=seed)
         return cls(model, mask_token_id=choose_mask_token(model, tokenizer, mask_token_id), attention=attention)
 
     @property
@@ -201,7 +183,7 @@ class Backbone(nn.Module):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward pass."""
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
     @contextmanager
     def using_sdpa(self) -> Iterator[None]:
@@ -235,25 +217,3 @@ class Backbone(nn.Module):
     def logits(self, rows: Tensor) -> Tensor:
         """[M, D] hidden states to [M, V] logits, only for the rows asked for."""
         return self.model.get_output_embeddings()(rows)
-
-
-def first_line(error: Exception) -> str:
-    """The first non-empty line of an error's text."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _check_architecture(config: Any) -> None:
-    """Refuse what this class would silently run wrong."""
-    if getattr(config, "rope_parameters", None) is None:
-        raise UserError(
-            f"backbone: model type '{config.model_type}' has no rotary position embedding; the methods here reorder "
-            "tokens and need RoPE (Qwen3, Qwen2.5, Llama, SmolLM2, ...)"
-        )
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
-        raise UserError(
-            f"backbone: model type '{config.model_type}' has sliding-window or linear-attention layers, which the "
-            "explicit attention masks here cannot express; use a model with full attention in every layer"
-        )
-    for name in _LOGIT_TRANSFORMS:
-        if getattr(config, name, None) is not None:
-            raise UserError(f"backbone: model type '{config.model_type}' transforms its logits ({name}); not supported")

@@ -22,13 +22,18 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code (0 done, 2 bad input, 130 interrupted)."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    # Settings may stand on both sides of an option; argparse takes only the first run of them.
+    arguments, rest = parser.parse_known_args(argv)
+    if options := [text for text in rest if text.startswith("-")]:
+        parser.error(f"unknown option {options[0]}; see lit-refusion {arguments.command} --help")
+    arguments.overrides += rest
     if not arguments.debug:
         _quiet_libraries()
     command = importlib.import_module(f"lit_refusion.commands.{arguments.command}")
     try:
         return command.run(arguments)
-    except UserError as error:
+    except (UserError, OSError) as error:
         if arguments.debug:
             raise
         print(f"lit-refusion {arguments.command}: error: {error}", file=sys.stderr)

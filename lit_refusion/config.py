@@ -11,7 +11,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError
 
 from lit_refusion.errors import UserError
 
@@ -45,8 +46,10 @@ def load_config(command: str, overrides: Sequence[str], *, extra_folder: str | N
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             config = compose(command, overrides)
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_one_line(error)) from error
+    except MissingMandatoryValue as error:
+        raise UserError(f"{error.full_key}: missing; give {error.full_key}=...") from error
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise UserError(_one_line(error, extra_folder)) from error
     finally:
         GlobalHydra.instance().clear()
 
@@ -56,12 +59,13 @@ def _package_path(relative: str) -> str:
     return str(Path(__file__).resolve().parent / relative)
 
 
-def choices(group: str) -> list[str]:
+def choices(group: str, *, extra_folder: str | None = None) -> list[str]:
     """Names of the YAML files of a config group."""
-    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+    folders = [config_folder(), *([Path(extra_folder)] if extra_folder else [])]
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: Exception, extra_folder: str | None) -> str:
     """Hydra's message with the reason in front and the remedy behind, on one line."""
     messages = [str(error)]
     cause = error.__cause__
@@ -74,11 +78,8 @@ def _one_line(error: Exception) -> str:
     )
     if group:
         name, choice = group.groups()
-        return f"{name}={choice}: no such choice; {name} takes {', '.join(choices(name)) or 'nothing'}"
+        return f"{name}={choice}: no such choice; {name} takes {', '.join(choices(name, extra_folder=extra_folder)) or 'nothing'}"
     key = re.search(r"Could not override '([^']+)'", text)
     if key:
         return f"unknown setting {key.group(1)}; --show-config prints what there is (++KEY=VALUE adds to an open group)"
-    missing = re.search(r"Missing mandatory value: (\S+)", text)
-    if missing:
-        return f"{missing.group(1)}: missing; give {missing.group(1)}=..."
     return text

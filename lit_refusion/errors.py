@@ -1,4 +1,4 @@
-"""The one error class for mistakes that a person can mend."""
+"""Errors for mistakes that a person can mend."""
 
 
 class UserError(ValueError):
@@ -6,3 +6,8 @@ class UserError(ValueError):
 
     The command line prints it as one line and exits with code 2.
     """
+
+
+def first_line(error: Exception) -> str:
+    """The first non-empty line of an error's text, for quoting a library in one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -17,6 +17,8 @@ from lit_refusion.optimizer import OptimizerConfig
 from lit_refusion.views import Batch
 
 RECORD_KEY = "lit_refusion"
+SHAPE_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""Fields of a model's config that tell two models apart before their weights fail to load."""
 
 
 class TrainingModule(L.LightningModule):
@@ -97,11 +99,24 @@ class TrainingModule(L.LightningModule):
         self._log("train", figures)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """On steps that will be logged: the gradient norm before clipping, and the learning rate in use."""
+        """Note the learning rate in use."""
         self._learning_rate = optimizer.param_groups[0]["lr"]
-        due = self.global_step + 1 - self._logged_step >= self.log_every
-        gradients = [p.grad for p in self.parameters() if p.grad is not None] if due else []
-        self._gradient_norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by total norm and keep the norm.
+
+        Lightning's mixed-precision plugin refuses to clip for a fused optimizer, because of fp16 loss scaling; bf16
+        has none.
+        """
+        gradients = [p for p in self.parameters() if p.grad is not None]
+        if gradients:
+            limit = float("inf") if gradient_clip_val is None else gradient_clip_val
+            self._gradient_norm = torch.nn.utils.clip_grad_norm_(gradients, limit)
 
     def configure_optimizers(self) -> Any:
         """AdamW with a per-step schedule over the explicit `max_steps`."""
@@ -118,12 +133,7 @@ class TrainingModule(L.LightningModule):
         Lightning counts micro-batches; the plan counts steps. Rewriting the counters makes a run resume at a step
         boundary, also where accumulation or the number of devices has changed.
         """
-        saved = checkpoint.get(RECORD_KEY, {}).get("spec", {}).get("objective")
-        if saved != self.objective.name:
-            raise UserError(
-                f"resume: the checkpoint was trained with objective '{saved}', this run has '{self.objective.name}'; "
-                "choose another run folder"
-            )
+        self._check_record(checkpoint.get(RECORD_KEY))
         loops = checkpoint.get("loops", {}).get("fit_loop")
         if loops is not None:
             step = checkpoint["global_step"]
@@ -133,6 +143,23 @@ class TrainingModule(L.LightningModule):
                     counts.update(dict.fromkeys(counts, done))
             loops["epoch_loop.batch_progress"]["is_last_batch"] = False
             loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step
+
+    def _check_record(self, saved: dict[str, Any] | None) -> None:
+        """Refuse to go on from another objective's, data set's or model's checkpoint."""
+        if saved is None:
+            raise UserError(f"resume: the checkpoint has no '{RECORD_KEY}' record; choose another run folder")
+        pairs = {
+            "objective": (saved["spec"]["objective"], self.objective.name),
+            "data fingerprint": (saved["data_fingerprint"], self.record["data_fingerprint"]),
+            "tokenizer fingerprint": (saved["tokenizer_fingerprint"], self.record["tokenizer_fingerprint"]),
+        }
+        ours = self.record["model_config"]
+        pairs |= {f"model's {name}": (saved["model_config"].get(name), ours.get(name)) for name in SHAPE_FIELDS}
+        for name, (theirs, own) in pairs.items():
+            if theirs != own:
+                raise UserError(
+                    f"resume: the checkpoint's {name} is {theirs!r}, this run's is {own!r}; choose another run folder"
+                )
 
     def _denominator(self, batch: Batch) -> int:
         by_examples = self.objective.normalizer == "examples"

@@ -19,9 +19,9 @@ def render_steps(generation: Generation, tokenizer: PreTrainedTokenizerBase, con
     for number, step in enumerate(generation.steps, start=1):
         new = set(step.committed)
         shown |= {place: str(tokenizer.decode([token])) for place, token in zip(step.committed, step.tokens)}
-        text = Text(f"{number:{width}} {step.kind:9} ", style="dim")
+        text = Text().append(f"{number:{width}} {step.kind:9} ", style="dim")
         if not new:
-            text.append("-")
+            text.append("-", style="dim")
         else:
             for place in range(length):
                 style = "bold green" if place in new else ("none" if place in shown else "dim")

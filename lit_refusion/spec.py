@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from lit_refusion.errors import UserError
+from lit_refusion.schema import build
 
 Shift = Literal["none", "all", "clean"]
 
@@ -39,10 +40,7 @@ class DiffusionSpec:
     @classmethod
     def from_dict(cls, data: dict[str, Any], *, origin: str) -> DiffusionSpec:
         """Read it back; `origin` names the file in errors."""
-        expected = {item.name for item in fields(cls)}
-        if not isinstance(data, dict) or set(data) != expected:
-            raise UserError(
-                f"{origin}: the diffusion_spec must have exactly the fields {sorted(expected)}, found {data!r}; "
-                "export the model again with this version"
-            )
-        return cls(**{**data, "slot_sizes": tuple(data["slot_sizes"])})
+        try:
+            return build(data, cls, key="diffusion_spec")
+        except UserError as error:
+            raise UserError(f"{origin}: {error}; export the model again with this version") from error

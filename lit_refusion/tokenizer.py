@@ -8,8 +8,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lit_refusion.backbone import first_line
-from lit_refusion.errors import UserError
+from lit_refusion.errors import UserError, first_line
 
 
 def load_tokenizer(

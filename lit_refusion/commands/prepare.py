@@ -18,7 +18,8 @@ def run(arguments: argparse.Namespace) -> int:
     if config is None:
         return 0
     settings = build(config["data"], PrepareConfig, key="data")
-    with Progress(console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as progress:
         prepared = prepare(settings, progress=progress)
     manifest = prepared.manifest
     for error in prepared.errors:

@@ -122,7 +122,9 @@ class _Writer:
         while shard := list(islice(examples, self.config.examples_per_shard)):
             self._write_shard(shard)
         if not self.rows:
-            raise UserError(f"data.sources: no example is left to train on; dropped: {self._dropped()}")
+            raise UserError(
+                f"data.sources: no example is left to train on (dropped: {self._dropped()}); check the files and data.max_length"
+            )
         index = np.array(self.rows, INDEX_DTYPE)
         np.save(self.folder / "index.npy", index)
         np.save(self.folder / "token_counts.npy", self.token_counts)

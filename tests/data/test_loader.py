@@ -56,6 +56,7 @@ def loader_config(**changes: Any) -> LoaderConfig:
         "pad_to_multiple": 8,
         "num_workers": 0,
         "validation_fraction": 0.3,
+        "max_training_examples": None,
         "max_validation_examples": None,
     }
     return LoaderConfig(**{**values, **changes})
@@ -194,7 +195,7 @@ def test_length_of_the_loader_is_that_of_the_whole_run(shards: Shards) -> None:
     assert len(data_module(shards, step=5, steps=8).train_dataloader()) == 8 * 4
 
 
-def test_data_set_is_small_to_send_to_a_worker(shards: Shards) -> None:
+def test_data_set_can_be_sent_to_a_worker(shards: Shards) -> None:
     data = data_module(shards)
     dataset = data.train_dataloader().dataset
     first = dataset[0]
@@ -254,13 +255,17 @@ def test_batches_without_supervision_have_no_terms(shards: Shards) -> None:
     assert (empty.term == -1).all()
 
 
-def test_max_validation_examples_takes_the_smallest_hashes(shards: Shards) -> None:
-    data = data_module(shards, max_validation_examples=5)
-    everything = data_module(shards).validation_indices
-    keys = shards.index["key"]
-    smallest = sorted(everything, key=lambda index: int(keys[index]))[:5]
-    assert data.validation_indices.tolist() == smallest
-    assert data.plan.indices.tolist() == data_module(shards).plan.indices.tolist()  # the rest is not trained on
+def test_subsets_are_the_smallest_hashes_of_their_side(shards: Shards) -> None:
+    def smallest(indices: np.ndarray, count: int) -> list[int]:
+        return sorted(sorted(indices.tolist(), key=lambda index: int(shards.index["key"][index]))[:count])
+
+    whole = data_module(shards)
+    part = data_module(shards, max_training_examples=9, max_validation_examples=5)
+    assert part.plan.indices.tolist() == smallest(whole.plan.indices, 9)
+    assert part.validation_indices.tolist() == smallest(whole.validation_indices, 5)
+    more = data_module(shards, max_training_examples=10**6, max_validation_examples=10**6)
+    assert more.plan.indices.tolist() == whole.plan.indices.tolist()
+    assert more.validation_indices.tolist() == whole.validation_indices.tolist()
 
 
 def test_no_validation_where_the_fraction_is_zero(shards: Shards) -> None:
@@ -273,7 +278,10 @@ def test_validation_batches_by_rank(shards: Shards) -> None:
     maker = data_module(shards)._maker(Stream.VALIDATION_NOISE)
     indices = np.array([7, 3, 9, 1, 4])
     dealt = [ValidationBatches(maker, indices, rank=rank, world_size=2).batches for rank in range(2)]
-    assert [[[visit.index for visit in batch] for batch in batches] for batches in dealt] == [[[7, 3], [4]], [[9, 1], []]]
+    assert [[[visit.index for visit in batch] for batch in batches] for batches in dealt] == [
+        [[7, 3], [4]],
+        [[9, 1], []],
+    ]
 
 
 # Settings
@@ -288,11 +296,8 @@ def test_validation_batches_by_rank(shards: Shards) -> None:
         ({"num_workers": -1}, r"loader\.num_workers=-1: must not be negative"),
         ({"validation_fraction": 1.0}, r"loader\.validation_fraction=1\.0: must lie in \[0, 1\)"),
         ({"validation_fraction": -0.1}, r"loader\.validation_fraction=-0\.1: must lie in \[0, 1\)"),
-        pytest.param(
-            {"max_validation_examples": -1},
-            r"loader\.max_validation_examples=-1",
-            marks=pytest.mark.xfail(strict=True, reason="bug: -1 is accepted and leaves out the last example"),
-        ),
+        ({"max_training_examples": 0}, r"loader\.max_training_examples=0: must be at least 1, or null"),
+        ({"max_validation_examples": -1}, r"loader\.max_validation_examples=-1: must be at least 1, or null"),
     ],
 )
 def test_bad_settings_name_the_field(changes: dict[str, Any], message: str) -> None:

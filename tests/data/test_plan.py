@@ -138,7 +138,7 @@ def test_accumulation_is_what_is_left_of_the_global_batch(batch: int, micro: int
     assert accumulation(global_batch_size=batch, micro_batch_size=micro, world_size=world) == expected
 
 
-@pytest.mark.parametrize(("batch", "micro", "world"), [(8, 3, 1), (8, 2, 3), (8, 16, 1), (4, 2, 4)])
+@pytest.mark.parametrize(("batch", "micro", "world"), [(8, 3, 1), (8, 2, 3), (8, 16, 1), (4, 2, 4), (0, 2, 1)])
 def test_accumulation_refuses_a_global_batch_that_does_not_divide(batch: int, micro: int, world: int) -> None:
     message = (
         rf"trainer\.global_batch_size={batch} is not a multiple of loader\.micro_batch_size={micro} x {world} "

@@ -253,7 +253,9 @@ def test_bad_settings_are_refused(changes: dict[str, Any], message: str, configu
 # What the folder holds
 
 
-def test_manifest_counts(configure: Configure, records: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_manifest_counts(
+    configure: Configure, records: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     other = write(tmp_path / "other.jsonl", [GOOD, {"query": "q"}, {"query": "q", "response": "long " * 300}])
     prepare(config := configure(sources=(source(records), source(other, name="second")), on_error="skip"))
     manifest = Manifest.load(Path(config.folder))

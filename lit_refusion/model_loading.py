@@ -1,0 +1,103 @@
+"""Loading or making Hugging Face models, refusing what this project would silently run wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lit_refusion.errors import UserError, first_line
+from lit_refusion.mask_token import TABLE_MULTIPLE
+
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+def load_pretrained(path_or_id: str, *, dtype: torch.dtype, attention: str, **options: Any) -> PreTrainedModel:
+    """A trained model from a folder or the hub; every weight must be in its files.
+
+    Raises:
+        UserError: no such model, damaged or missing weights, a kernel that is not installed, an unsupported model.
+    """
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path_or_id, dtype=dtype, attn_implementation=attention, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"backbone.path={path_or_id}: cannot load the model: {first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UserError(
+            f"backbone.path={path_or_id}: {len(missing)} weights are not in its files ({missing[0]}, ...); "
+            "they would start at random, so fetch the model again"
+        )
+    check_architecture(model.config)
+    return model
+
+
+def make_fresh(
+    architecture: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, attention: str, seed: int
+) -> PreTrainedModel:
+    """A model with random weights, a function of `seed` alone, its vocabulary sized to the tokenizer.
+
+    Raises:
+        UserError: unknown or wrong fields, or an unsupported model.
+    """
+    fields = {"vocab_size": -(-len(tokenizer) // TABLE_MULTIPLE) * TABLE_MULTIPLE, **architecture}
+    for name in ("bos", "eos", "pad"):
+        fields[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id")
+    try:
+        config = AutoConfig.for_model(**fields)
+        _check_fields(architecture, config, num_tokens=len(tokenizer))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    except UserError:
+        raise
+    except (ValueError, TypeError, ImportError, RuntimeError, StrictDataclassError) as error:
+        raise UserError(f"backbone.architecture={architecture}: {first_line(error)}") from error
+
+
+def check_architecture(config: PretrainedConfig) -> None:
+    """Refuse models that explicit masks, reordered positions or a bare output head would run wrong."""
+    kind = f"backbone: model type '{config.model_type}'"
+    if getattr(config, "rope_parameters", None) is None:
+        raise UserError(
+            f"{kind} has no rotary position embedding; the methods here reorder tokens and need RoPE "
+            "(Qwen3, Qwen2.5, Llama, SmolLM2, ...)"
+        )
+    layers = getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None)
+    is_short = window is not None and not layers and window < getattr(config, "max_position_embeddings", window)
+    if is_short or any(layer != "full_attention" for layer in layers):
+        raise UserError(
+            f"{kind} has sliding-window or linear-attention layers, which the explicit attention masks here cannot "
+            "express; use a model with full attention in every layer"
+        )
+    for name in _LOGIT_TRANSFORMS:
+        if getattr(config, name, None) is not None:
+            raise UserError(f"{kind} transforms its logits ({name}), which is not supported; use another model")
+
+
+def _check_fields(architecture: dict[str, Any], config: PretrainedConfig, *, num_tokens: int) -> None:
+    """Refuse misspelt fields, which transformers would keep as unused attributes, and sizes that do not fit."""
+    defaults = type(config)()
+    unknown = [name for name in architecture if not hasattr(defaults, name)]
+    if unknown:
+        raise UserError(
+            f"backbone.architecture.{unknown[0]}={architecture[unknown[0]]}: no such field of model type "
+            f"'{config.model_type}'; the fields are those of its transformers config"
+        )
+    if config.vocab_size < num_tokens:
+        raise UserError(
+            f"backbone.architecture.vocab_size={config.vocab_size}: the tokenizer has {num_tokens} tokens; "
+            "leave the field out to have it sized"
+        )
+    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if groups and heads % groups:
+        raise UserError(
+            f"backbone.architecture.num_attention_heads={heads}: not a multiple of num_key_value_heads={groups}"
+        )
+    check_architecture(config)
