@@ -78,7 +78,8 @@ def _one_line(error: Exception, extra_folder: str | None) -> str:
     )
     if group:
         name, choice = group.groups()
-        return f"{name}={choice}: no such choice; {name} takes {', '.join(choices(name, extra_folder=extra_folder)) or 'nothing'}"
+        known = ", ".join(choices(name, extra_folder=extra_folder)) or "nothing"
+        return f"{name}={choice}: no such choice; {name} takes {known}"
     key = re.search(r"Could not override '([^']+)'", text)
     if key:
         return f"unknown setting {key.group(1)}; --show-config prints what there is (++KEY=VALUE adds to an open group)"

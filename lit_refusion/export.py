@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lit_refusion.backbone import Backbone
-from lit_refusion.errors import UserError
+from lit_refusion.errors import UserError, first_line
 from lit_refusion.module import RECORD_KEY
 from lit_refusion.objective import Objective
 from lit_refusion.spec import DiffusionSpec
@@ -46,12 +46,21 @@ def export(config: ExportConfig) -> Path:
     if out.exists():
         raise UserError(f"out={out}: it exists already; remove it or choose another folder")
     run = Path(config.run)
-    checkpoint = load_checkpoint(run / "checkpoints" / f"{config.checkpoint}.ckpt")
+    folder = run / "checkpoints"
+    if config.checkpoint == "best" and not (folder / "best.ckpt").exists() and (folder / "last.ckpt").exists():
+        raise UserError(f"checkpoint=best: {run} was trained without validation; export checkpoint=last")
+    path = folder / f"{config.checkpoint}.ckpt"
+    checkpoint = load_checkpoint(path)
     record = checkpoint[RECORD_KEY]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**record["model_config"]))
     state = checkpoint["state_dict"]
     weights = {name.removeprefix(MODEL_PREFIX): state[name] for name in state if name.startswith(MODEL_PREFIX)}
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(
+            f"{path}: its weights do not fit its model ({first_line(error)}); choose the run's other checkpoint"
+        ) from error
     if config.dtype != "auto":
         model = model.to(getattr(torch, config.dtype))
     model.config.diffusion_spec = record["spec"]
@@ -60,9 +69,12 @@ def export(config: ExportConfig) -> Path:
     temporary = out.with_name(f".{out.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         temporary.rename(out)
+    except OSError as error:
+        raise UserError(f"out={out}: cannot write it: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
@@ -78,9 +90,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such checkpoint; is run=... the folder of a training run?")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
         raise UserError(f"{path}: damaged or not a checkpoint; choose the run's other checkpoint") from error
-    if RECORD_KEY not in checkpoint:
+    if not isinstance(checkpoint, dict) or RECORD_KEY not in checkpoint:
         raise UserError(f"{path}: not a checkpoint of this project (it has no '{RECORD_KEY}' record)")
     return checkpoint
 
@@ -113,6 +125,10 @@ def load_model(
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device={device}: not available here ({first_line(error)}); use device=auto") from error
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)

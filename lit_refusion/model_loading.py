@@ -22,10 +22,12 @@ def load_pretrained(path_or_id: str, *, dtype: torch.dtype, attention: str, **op
         UserError: no such model, damaged or missing weights, a kernel that is not installed, an unsupported model.
     """
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path_or_id, dtype=dtype, attn_implementation=attention, output_loading_info=True, **options
         )
+        model, report = loaded
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        _explain_kernel(error, attention)
         raise UserError(f"backbone.path={path_or_id}: cannot load the model: {first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
@@ -57,6 +59,7 @@ def make_fresh(
     except UserError:
         raise
     except (ValueError, TypeError, ImportError, RuntimeError, StrictDataclassError) as error:
+        _explain_kernel(error, attention)
         raise UserError(f"backbone.architecture={architecture}: {first_line(error)}") from error
 
 
@@ -79,6 +82,14 @@ def check_architecture(config: PretrainedConfig) -> None:
     for name in _LOGIT_TRANSFORMS:
         if getattr(config, name, None) is not None:
             raise UserError(f"{kind} transforms its logits ({name}), which is not supported; use another model")
+
+
+def _explain_kernel(error: Exception, attention: str) -> None:
+    """Say it plainly where the trouble is a kernel that is not installed."""
+    if attention != "sdpa" and isinstance(error, ImportError):
+        raise UserError(
+            f"backbone.attention={attention}: not available ({first_line(error)}); install it or use sdpa"
+        ) from error
 
 
 def _check_fields(architecture: dict[str, Any], config: PretrainedConfig, *, num_tokens: int) -> None:

@@ -20,4 +20,8 @@ def noise(seed: int, *, index: int, epoch: int, stream: Stream) -> np.random.Gen
     It does not depend on rank, worker, batch layout or call order. The low 128 bits of the Philox counter are
     left to the draws themselves, so two examples can never overlap.
     """
-    return np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, 0, index, epoch]))
+    return np.random.Generator(np.random.Philox(key=_words(seed, stream), counter=_words(0, 0, index, epoch)))
+
+
+def _words(*values: int) -> np.ndarray:
+    return np.array(values, np.uint64)  # a plain list would pass through float for large seeds

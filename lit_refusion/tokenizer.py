@@ -18,7 +18,7 @@ def load_tokenizer(
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path_or_id), trust_remote_code=trust_remote_code, **extra)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # the Rust tokenizers raise bare Exceptions
         raise UserError(
             f"tokenizer={path_or_id}: cannot load it ({first_line(error)}); give a folder or a hub id"
         ) from error

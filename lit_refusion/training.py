@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +14,13 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_refusion.backbone import BackboneConfig
 from lit_refusion.callbacks.interrupt import StopGracefully
 from lit_refusion.data.loader import DataModule, LoaderConfig
 from lit_refusion.data.shards import Shards
-from lit_refusion.errors import UserError
+from lit_refusion.errors import UserError, first_line
 from lit_refusion.mask_token import check_mask_not_in_data
 from lit_refusion.module import TrainingModule
 from lit_refusion.objective import Objective
@@ -27,6 +29,8 @@ from lit_refusion.progress import LineLogger
 from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 LAST, BEST, TOKENIZER = "last", "best", "tokenizer"
+POSITIVE_SETTINGS = ("max_steps", "epochs", "global_batch_size", "gradient_clip", "validate_every", "log_every",
+                     "checkpoint_every", "num_nodes")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +74,9 @@ class TrainerConfig:
             raise UserError(
                 f"trainer: give exactly one of trainer.max_steps={self.max_steps} and trainer.epochs={self.epochs}"
             )
-        for name in (
-            "max_steps",
-            "epochs",
-            "global_batch_size",
-            "validate_every",
-            "log_every",
-            "checkpoint_every",
-        ):
+        if self.devices != "auto" and not (isinstance(self.devices, int) and self.devices > 0):
+            raise UserError(f"trainer.devices={self.devices}: give a number of devices, at least 1, or auto")
+        for name in POSITIVE_SETTINGS:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"trainer.{name}={value}: must be positive")
@@ -141,6 +140,8 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
     if config.objective.needs_mask_token:
         check_mask_not_in_data(backbone.mask_token_id, shards.token_counts(), origin=config.data)
     _check_window(shards, backbone.max_length, config.loader)
+    if config.backbone.attention != "sdpa" and not torch.cuda.is_available():
+        raise UserError(f"backbone.attention={config.backbone.attention}: trains on CUDA only; use sdpa here")
     config.objective.prepare(backbone)
 
     data = DataModule(
@@ -191,7 +192,11 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
 
 
 def _resume_point(run: Path, resume: str | None) -> Path | None:
+    if run.exists() and not run.is_dir():
+        raise UserError(f"run={run}: it is a file; choose a folder")
     last = run / "checkpoints" / f"{LAST}.ckpt"
+    if resume == "auto" and last.exists() and not zipfile.is_zipfile(last):
+        raise UserError(f"{last}: damaged; put another checkpoint in its place, or choose another run folder")
     if resume is None and last.exists():
         raise UserError(
             f"run={run}: it holds a checkpoint already; continue it with resume=auto, or choose another run"
@@ -232,39 +237,42 @@ def _trainer(config: TrainerConfig, data: DataModule, *, run: Path, max_steps: i
     loggers = [_logger(name, run) for name in config.loggers]
     if progress == "lines":
         loggers.append(LineLogger(max_steps, TrainingModule.shown_figures(data.objective)))
-    return L.Trainer(
-        max_steps=max_steps,
-        accumulate_grad_batches=micro_batches,
-        gradient_clip_val=config.gradient_clip,
-        val_check_interval=min(config.validate_every, max_steps) * micro_batches if has_validation else None,
-        check_val_every_n_epoch=None,
-        limit_val_batches=None if has_validation else 0,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        precision=precision,
-        accelerator=config.accelerator,
-        devices=1 if devices == "auto" and not on_cuda else devices,
-        num_nodes=config.num_nodes,
-        strategy=config.strategy,
-        use_distributed_sampler=False,
-        logger=loggers,
-        callbacks=[
-            *_checkpoints(config, run, has_validation=has_validation),
-            stop,
-            *([RichProgressBar()] if progress == "rich" else []),
-        ],
-        enable_progress_bar=progress == "rich",
-        enable_model_summary=False,
-        default_root_dir=run,
-    )
+    try:
+        return L.Trainer(
+            max_steps=max_steps,
+            accumulate_grad_batches=micro_batches,
+            gradient_clip_val=config.gradient_clip,
+            val_check_interval=min(config.validate_every, max_steps) * micro_batches if has_validation else None,
+            check_val_every_n_epoch=None,
+            limit_val_batches=None if has_validation else 0,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            precision=precision,
+            accelerator=config.accelerator,
+            devices=1 if devices == "auto" and not on_cuda else devices,
+            num_nodes=config.num_nodes,
+            strategy=config.strategy,
+            use_distributed_sampler=False,
+            logger=loggers,
+            callbacks=[
+                *_checkpoints(config, run, has_validation=has_validation),
+                stop,
+                *([RichProgressBar()] if progress == "rich" else []),
+            ],
+            enable_progress_bar=progress == "rich",
+            enable_model_summary=False,
+            default_root_dir=run,
+        )
+    except (ValueError, MisconfigurationException) as error:
+        names = ("strategy", "accelerator", "devices", "num_nodes", "precision")
+        given = ", ".join(f"trainer.{name}={getattr(config, name)}" for name in names)
+        raise UserError(f"{given}: Lightning refuses these settings: {first_line(error)}") from error
 
 
 def _devices_per_node(config: TrainerConfig, on_cuda: bool) -> int:
     if isinstance(config.devices, int):
         return config.devices
-    if config.devices == "auto":
-        return torch.cuda.device_count() if on_cuda else 1
-    raise UserError(f"trainer.devices={config.devices}: give a number of devices or auto")
+    return torch.cuda.device_count() if on_cuda else 1
 
 
 def _checkpoints(config: TrainerConfig, run: Path, *, has_validation: bool) -> list[Callback]:

@@ -51,7 +51,6 @@ def test_unknown_choice_lists_the_choices(group: str) -> None:
         assert name in text
 
 
-@pytest.mark.xfail(strict=True, reason="bug: `optional experiment` makes an unknown experiment pass unseen")
 def test_unknown_experiment_is_refused() -> None:
     assert "experiment=nope" in error_of("train", [*DATA, "experiment=nope"])
 
@@ -68,7 +67,6 @@ def test_missing_value_is_named() -> None:
     assert error_of("export", ["run=a"]) == "out: missing; give out=..."
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a missing value inside a group is named without its group")
 @pytest.mark.parametrize(
     ("command", "overrides", "key"),
     [
@@ -86,7 +84,6 @@ def test_bad_syntax_is_one_line(override: str) -> None:
     error_of("train", [*DATA, override])
 
 
-@pytest.mark.xfail(strict=True, reason="bug: Hydra's bare ValueError is not turned into a UserError")
 def test_override_without_a_key_is_one_line() -> None:
     error_of("train", [*DATA, "=3"])
 
@@ -102,7 +99,6 @@ def test_group_file_of_ones_own(tmp_path: Path) -> None:
     assert error_of("train", [*DATA, "objective=mine"]).startswith("objective=mine: no such choice")
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the choices listed leave out those of --config-dir")
 def test_unknown_choice_lists_ones_own_choices_too(tmp_path: Path) -> None:
     (tmp_path / "objective").mkdir()
     (tmp_path / "objective" / "mine.yaml").write_text("_target_: my_package.Mine\n")
@@ -114,7 +110,6 @@ def test_config_dir_that_is_not_there(tmp_path: Path) -> None:
     assert error_of("train", DATA, extra_folder=str(tmp_path / "no")) == f"--config-dir {tmp_path}/no: no such folder"
 
 
-@pytest.mark.xfail(strict=True, reason="bug: PyYAML's errors are not turned into a UserError")
 def test_broken_yaml_of_ones_own_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "objective").mkdir()
     (tmp_path / "objective" / "broken.yaml").write_text("a: [1\nb: 2\n")

@@ -66,7 +66,7 @@ def test_demo_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     output = capsys.readouterr().out
     for text in (
         "held-out problems",
-        "tokens per forward pass",
+        "exact match",
         "ar        | train step 3/3",
         "refusion  | train step 3/3",
     ):

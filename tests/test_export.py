@@ -152,8 +152,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "web page": lambda path: path.write_bytes(b"<html>not found</html>"),
     "other file": lambda path: torch.save({"state_dict": {}}, path),
     "absent": lambda path: path.unlink(),
-}
-UNSEEN_DAMAGES: dict[str, Callable[[Path], object]] = {
     "plain text": lambda path: path.write_bytes(b"hello world"),
     "bare tensor": lambda path: torch.save(torch.zeros(3), path),
     "weights missing": lambda path: torch.save(
@@ -165,15 +163,7 @@ UNSEEN_DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        *(pytest.param(change, id=name) for name, change in DAMAGES.items()),
-        *(
-            pytest.param(
-                change, id=name, marks=pytest.mark.xfail(strict=True, reason="bug: traceback instead of one line")
-            )
-            for name, change in UNSEEN_DAMAGES.items()
-        ),
-    ],
+    [pytest.param(change, id=name) for name, change in DAMAGES.items()],
 )
 def test_damaged_checkpoint_is_refused_and_leaves_nothing(
     damage: Callable[[Path], object], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -192,19 +182,19 @@ def test_damaged_checkpoint_is_refused_and_leaves_nothing(
     assert [item.name for item in tmp_path.iterdir()] == ["run"]
 
 
-def test_failure_while_writing_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_while_writing_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def disk_full(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", disk_full)
 
-    with pytest.raises(OSError, match="no space"):
-        main(["export", f"run={run}", f"out={tmp_path}/out"])
-
+    assert main(["export", f"run={run}", f"out={tmp_path}/out"]) == 2
+    assert f"out={tmp_path}/out: cannot write it: no space left" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a run without validation has no best.ckpt, and the remedy is misleading")
 def test_run_without_validation_is_told_of_the_last_checkpoint(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,7 +281,6 @@ def test_new_tokens_are_green_in_a_terminal(capsys: pytest.CaptureFixture[str]) 
     assert not re.search(r"\x1b\[[\d;]*32mc", line)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the line's own style is dim, so committed and new tokens are dim as well")
 def test_only_open_places_are_dim_in_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b[1;32ma\x1b[0m" in last_line_in_colour(capsys)
 
@@ -328,7 +317,6 @@ def test_official_release_keeps_its_mask_token(release: Path) -> None:
     assert model.spec.objective == "refusion"
 
 
-@pytest.mark.xfail(strict=True, reason="bug: `prompt=` goes through Hydra's grammar")
 @pytest.mark.parametrize(
     "prompt", ["Tom has 3, Ann has 4.", "What's up?", "Add (1 and 2)", "Is 1 = 2?", "a\nb", "12", "null"]
 )
@@ -336,12 +324,10 @@ def test_prompts_may_hold_any_text(prompt: str, exported: Path) -> None:
     assert main(["generate", f"model={exported}", f"prompt={prompt}", "decoder.max_new_tokens=1"]) == 0
 
 
-@pytest.mark.xfail(strict=True, raises=SystemExit, reason="bug: argparse refuses settings behind an option")
 def test_options_may_stand_between_settings(exported: Path) -> None:
     assert main(["generate", f"model={exported}", "--show-steps", f"prompt={PROMPT}", "decoder.max_new_tokens=1"]) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="bug: rich turns :100: and the like in the decoded text into emoji")
 def test_decoded_text_is_printed_as_it_is(
     exported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,6 +343,5 @@ def test_decoded_text_is_printed_as_it_is(
     assert "x[1:100:5] [bold]\n" in capsys.readouterr().out
 
 
-@pytest.mark.xfail(strict=True, reason="bug: fused AdamW with mixed precision forbids clipping (the default on CUDA)")
 def test_mixed_precision_trains_with_the_default_clipping(data: Path, tmp_path: Path) -> None:
     assert main(train_command(data, tmp_path / "run", "trainer.precision=bf16-mixed", "trainer.max_steps=1")) == 0

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     settings = build(config, DemoConfig)
     folder = Path(settings.folder)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     start = time.perf_counter()
     problems = _prepare(settings, folder, console)
     if settings.until == "prepare":

@@ -51,11 +51,14 @@ class GenerateConfig:
 
 def run(arguments: argparse.Namespace) -> int:
     """Decode and print; with `--show-steps` also what every forward pass committed."""
-    overrides = arguments.overrides
+    # A prompt is plain text: it must not pass through the grammar of settings, where a comma has a meaning.
+    prompts = [text for text in arguments.overrides if text.startswith("prompt=")]
+    overrides = [text for text in arguments.overrides if text not in prompts] + ["prompt=text"] * len(prompts)
     arguments.overrides = [text for text in overrides if not text.lstrip("+").startswith("decoder.")]
     config = compose(arguments)
     if config is None:
         return 0
+    config["prompt"] = prompts[-1].removeprefix("prompt=")
     settings = build({"decoder": None, "objective": None, **config}, GenerateConfig)
     model = load_model(
         settings.model,
@@ -76,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     generation = decoder.generate(model.backbone, [prompt], seed=settings.seed)[0]
     seconds = time.perf_counter() - start
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     if arguments.show_steps:
         render_steps(generation, model.tokenizer, console)
     console.print(str(model.tokenizer.decode(list(generation.tokens), skip_special_tokens=True)), markup=False)
@@ -91,13 +94,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def fitting_preset(spec: DiffusionSpec, config_dir: str | None) -> str:
     """Name of the first decoder preset that fits the model."""
-    for name in choices("decoder"):
+    names = choices("decoder", extra_folder=config_dir)
+    for name in names:
         config = load_config("generate", [f"decoder={name}", "model=m", "prompt=p"], extra_folder=config_dir)
         if spec.objective in build(config["decoder"], Decoder, key="decoder").objectives:
             return name
     raise UserError(
         f"no decoder preset fits models trained with '{spec.objective}'; choose one of "
-        f"{', '.join(choices('decoder'))} with decoder=... and force=true"
+        f"{', '.join(names)} with decoder=... and force=true"
     )
 
 

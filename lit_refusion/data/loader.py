@@ -73,7 +73,8 @@ class ViewMaker:
         views = [self._view(visit) for visit in visits]
         if not views:  # a rank whose validation examples ran out still takes part in the forward pass
             view = self._view(Visit(0, 0))
-            views = [replace(view, targets=np.full_like(view.targets, IGNORE), weights=view.weights * 0)]
+            targets, term = np.full_like(view.targets, IGNORE), np.full_like(view.term, -1)
+            views = [replace(view, targets=targets, term=term, weights=view.weights * 0)]
         packed = self.config.layout == "packed"
         rows = pack(views, max_length=self.config.max_row_length) if packed else [[view] for view in views]
         return collate(

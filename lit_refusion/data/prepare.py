@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 import webdataset
+from jinja2 import TemplateError
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from lit_refusion.chat import PromptFormat, encode_responses
+from lit_refusion.chat import PromptFormat, encode, encode_responses
 from lit_refusion.data.records import BadRecordError, Conversation, Source, parse_record, read_records
 from lit_refusion.data.shards import INDEX_DTYPE, Manifest, array_offsets
 from lit_refusion.errors import UserError
@@ -77,14 +78,24 @@ def prepare(config: PrepareConfig, *, progress: Progress | None = None) -> Prepa
         raise UserError("data.sources: give at least one source")
     tokenizer = load_tokenizer(config.tokenizer)
     config.prompt_format.check(tokenizer)
-    temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     try:
-        temporary.mkdir(parents=True)
+        temporary.chmod(0o755)
         prepared = _Writer(config, tokenizer, temporary).run(progress)
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return prepared
+
+
+@dataclass(frozen=True)
+class _Text:
+    """One example as text: the prompt written out, the response, and the hash of both."""
+
+    key: int
+    prompt: str
+    response: str
 
 
 @dataclass(frozen=True)
@@ -101,9 +112,9 @@ class _Writer:
 
     def __init__(self, config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         self.config, self.tokenizer, self.folder = config, tokenizer, folder
-        largest = max(len(tokenizer) - 1, config.max_length)
-        self.dtype = np.dtype(np.uint16 if largest < 2**16 else np.uint32)
-        self.token_counts = np.zeros(len(tokenizer), np.int64)
+        num_ids = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
+        self.dtype = np.dtype(np.uint16 if max(num_ids - 1, config.max_length) < 2**16 else np.uint32)
+        self.token_counts = np.zeros(num_ids, np.int64)
         self.content = hashlib.sha256()
         self.rows: list[tuple[int, int, int, int, int, int]] = []
         self.prepared = Prepared(
@@ -123,7 +134,7 @@ class _Writer:
             self._write_shard(shard)
         if not self.rows:
             raise UserError(
-                f"data.sources: no example is left to train on (dropped: {self._dropped()}); check the files and data.max_length"
+                f"data.sources: no example is left (dropped: {self._dropped()}); check the files and data.max_length"
             )
         index = np.array(self.rows, INDEX_DTYPE)
         np.save(self.folder / "index.npy", index)
@@ -148,43 +159,46 @@ class _Writer:
         for number, source in enumerate(self.config.sources):
             entry: dict[str, Any] = {"name": source.name, "read": 0, "kept": 0, "dropped": {}}
             self.prepared.manifest.sources.append(entry)
-            conversations = self._conversations(source, entry, progress)
-            while batch := list(islice(conversations, TOKENIZE_BATCH)):
+            texts = self._texts(source, entry, progress)
+            while batch := list(islice(texts, TOKENIZE_BATCH)):
                 for tokens in self._tokenize(batch):
                     if len(tokens.prompt) + len(tokens.response) > self.config.max_length:
                         _drop(entry, "longer than max_length")
+                    elif not tokens.prompt:
+                        _drop(entry, "prompt without tokens")
                     else:
                         entry["kept"] += 1
                         yield number, tokens
 
-    def _conversations(
-        self, source: Source, entry: dict[str, Any], progress: Progress | None
-    ) -> Iterator[Conversation]:
+    def _texts(self, source: Source, entry: dict[str, Any], progress: Progress | None) -> Iterator[_Text]:
         paths = source.paths()
         task = progress.add_task(f"prepare {source.name}", total=len(paths)) if progress else None
         for path in paths:
             for number, record in read_records(path):
                 entry["read"] += 1
                 try:
-                    conversation = parse_record(record, source, path=path, number=number)
+                    yield self._text(parse_record(record, source, path=path, number=number), f"{path}: record {number}")
                 except BadRecordError as error:
                     if self.config.on_error == "raise":
                         raise
                     _drop(entry, "bad record")
                     if len(self.prepared.errors) < LISTED_ERRORS:
                         self.prepared.errors.append(str(error))
-                    continue
-                yield conversation
             if progress and task is not None:
                 progress.advance(task)
 
-    def _tokenize(self, batch: list[Conversation]) -> Iterator[_Tokens]:
-        prompts = self.config.prompt_format.encode_prompts(self.tokenizer, [item.prompt for item in batch])
-        responses = encode_responses([item.response for item in batch], self.tokenizer)
-        for item, prompt, response in zip(batch, prompts, responses, strict=True):
-            if not prompt:
-                raise UserError(f"data.prompt_format: the prompt {item.prompt} has no tokens; choose style: chat")
-            yield _Tokens(_text_key(item), prompt, response)
+    def _text(self, conversation: Conversation, where: str) -> _Text:
+        try:
+            prompt = self.config.prompt_format.prompt_text(self.tokenizer, conversation.prompt)
+        except TemplateError as error:
+            raise BadRecordError(f"{where}: the tokenizer's chat template refuses it: {error}") from error
+        return _Text(_text_key(conversation), prompt, conversation.response)
+
+    def _tokenize(self, batch: list[_Text]) -> Iterator[_Tokens]:
+        prompts = encode([text.prompt for text in batch], self.tokenizer)
+        responses = encode_responses([text.response for text in batch], self.tokenizer)
+        for text, prompt, response in zip(batch, prompts, responses, strict=True):
+            yield _Tokens(text.key, prompt, response)
 
     def _write_shard(self, examples: list[tuple[int, _Tokens]]) -> None:
         number = len(self.prepared.manifest.shards)
@@ -193,8 +207,7 @@ class _Writer:
         with path.open("wb") as file, webdataset.TarWriter(file, mtime=0) as writer:
             for place, (_, tokens) in enumerate(examples):
                 array = np.array([len(tokens.prompt), *tokens.prompt, *tokens.response], self.dtype)
-                buffer = array.tobytes()
-                self.content.update(len(array).to_bytes(8, "little") + buffer)
+                self.content.update(len(array).to_bytes(8, "little") + array.astype("<u4").tobytes())
                 self.token_counts += np.bincount(array[1:], minlength=len(self.token_counts))
                 writer.write({"__key__": f"{first + place:09d}", "npy": array})
         for offset, (source, tokens) in zip(array_offsets(path), examples, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +75,10 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
             yield from enumerate(_json_list(path), start=1)
         else:
             yield from _json_lines(path)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot read it: {error}; save it again as UTF-8 text") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot read it: {error}; is the file whole?") from error
 
 
 def parse_record(record: Any, source: Source, *, path: Path, number: int) -> Conversation:
@@ -120,6 +123,10 @@ def _text(record: dict[str, Any], field: str, *, where: str, setting: str = "") 
         raise BadRecordError(f"{where}: field '{field}' must be text, found {_brief(value)}")
     if not value.strip():
         raise BadRecordError(f"{where}: field '{field}' is empty")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise BadRecordError(
+            f"{where}: field '{field}' has half a surrogate pair, which is not text; repair the escape"
+        )
     return value
 
 
@@ -136,11 +143,9 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 continue
             try:
                 yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                yield (
-                    number,
-                    BadRecordError(f"{path}: record {number}: not valid JSON ({error.msg}, column {error.colno})"),
-                )
+            except (ValueError, RecursionError) as error:  # also numbers and nesting beyond what Python reads
+                reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+                yield number, BadRecordError(f"{path}: record {number}: not valid JSON ({reason})")
 
 
 def _json_list(path: Path) -> list[Any]:

@@ -68,7 +68,8 @@ class Manifest:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             manifest = cls(**data)
-        except (json.JSONDecodeError, TypeError) as error:
+            np.dtype(manifest.dtype)
+        except (ValueError, TypeError) as error:
             raise UserError(f"{path}: not a manifest of this version ({error}); prepare the data again") from error
         if manifest.version != FORMAT_VERSION:
             raise UserError(f"{path}: format version {manifest.version}, expected {FORMAT_VERSION}; prepare it again")
@@ -84,7 +85,7 @@ class Shards:
         index_path = self.folder / "index.npy"
         try:
             self.index = np.load(index_path, mmap_mode="r")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise UserError(f"{index_path}: cannot read it: {error}; prepare the data again") from error
         self._maps: dict[int, np.memmap] = {}
         self._check()
@@ -126,7 +127,11 @@ class Shards:
 
     def token_counts(self) -> np.ndarray:
         """[V] occurrences of each token id."""
-        return np.load(self.folder / "token_counts.npy")
+        path = self.folder / "token_counts.npy"
+        try:
+            return np.load(path)
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"{path}: cannot read it: {error}; prepare the data again") from error
 
     def split(self, validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of the training and of the validation examples.
@@ -138,17 +143,37 @@ class Shards:
         return np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
 
     def _check(self) -> None:
-        if len(self.index) != self.manifest.num_examples or self.index.dtype != INDEX_DTYPE:
+        """Compare index, manifest and files: cheap, before anything is read."""
+        manifest, index = self.manifest, self.index
+        if index.dtype != INDEX_DTYPE or len(index) != manifest.num_examples:
             raise UserError(f"{self.folder}/index.npy does not match manifest.json; prepare the data again")
-        if len(self.index) == 0:
+        if len(index) == 0:
             raise UserError(f"{self.folder}: the data set is empty; look at `dropped` in manifest.json")
-        for shard in self.manifest.shards:
-            path = self.folder / shard["name"]
-            if not path.is_file() or path.stat().st_size != shard["num_bytes"]:
+        try:
+            sizes = {shard["name"]: shard["num_bytes"] for shard in manifest.shards}
+            names = [source["name"] for source in manifest.sources]
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"{self.folder}/manifest.json: a shard or source lacks {error}; prepare it again"
+            ) from error
+        for name, size in sizes.items():
+            path = self.folder / name
+            if not path.is_file() or path.stat().st_size != size:
                 found = path.stat().st_size if path.is_file() else "no file"
-                raise UserError(
-                    f"{path}: missing or cut off ({found}, expected {shard['num_bytes']} bytes); prepare the data again"
-                )
+                raise UserError(f"{path}: missing or cut off ({found}, expected {size} bytes); prepare the data again")
+        num_tokens = manifest.num_prompt_tokens + manifest.num_response_tokens
+        ends = index["offset"] + (index["length"] + 1).astype(np.int64) * np.dtype(manifest.dtype).itemsize
+        is_consistent = (
+            index["shard"].min() >= 0
+            and index["shard"].max() < len(sizes)
+            and 0 <= index["source"].min() <= index["source"].max() < len(names)
+            and index["offset"].min() >= 0
+            and (ends <= np.array(list(sizes.values()))[index["shard"].clip(0, len(sizes) - 1)]).all()
+            and int(index["length"].sum(dtype=np.int64)) == num_tokens
+            and int(index["prompt_length"].sum(dtype=np.int64)) == manifest.num_prompt_tokens
+        )
+        if not is_consistent:
+            raise UserError(f"{self.folder}/index.npy does not match manifest.json; prepare the data again")
 
 
 def array_offsets(path: Path) -> list[int]:

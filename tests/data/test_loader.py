@@ -249,7 +249,6 @@ def test_ranks_without_examples_get_batches_without_supervision(shards: Shards) 
     assert all((batch.targets != IGNORE).any() for [batch] in ranks[:-3])
 
 
-@pytest.mark.xfail(strict=True, reason="bug: an empty batch keeps `term`, which View promises is -1 where unsupervised")
 def test_batches_without_supervision_have_no_terms(shards: Shards) -> None:
     [empty] = validation(shards, rank=59, world_size=60)
     assert (empty.term == -1).all()
