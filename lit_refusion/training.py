@@ -13,7 +13,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_refusion.backbone import BackboneConfig
@@ -22,6 +22,7 @@ from lit_refusion.data.loader import DataModule, LoaderConfig
 from lit_refusion.data.shards import Shards
 from lit_refusion.errors import UserError, first_line
 from lit_refusion.mask_token import check_mask_not_in_data
+from lit_refusion.metrics_file import CsvMetrics
 from lit_refusion.module import TrainingModule
 from lit_refusion.objective import Objective
 from lit_refusion.optimizer import OptimizerConfig
@@ -290,7 +291,7 @@ def _checkpoints(config: TrainerConfig, run: Path, *, has_validation: bool) -> l
 
 def _logger(name: str, run: Path) -> Logger:
     if name == "csv":
-        return CSVLogger(run, name="", version="csv")
+        return CsvMetrics(run / "metrics.csv")
     if name == "tensorboard":
         return TensorBoardLogger(run, name="", version="tensorboard")
     try:

@@ -114,7 +114,7 @@ def test_own_objective_and_decoder(
         "train", "objective=own", "data=prepared", *data, f"run={tmp_path}/run", "trainer.max_steps=30",
         "trainer.log_every=1", "trainer.validate_every=10", "trainer.progress=none", *architecture, *own,
     ]) == 0  # fmt: skip
-    lines = (tmp_path / "run" / "csv" / "metrics.csv").read_text().splitlines()
+    lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
     rows = [dict(zip(lines[0].split(","), line.split(","))) for line in lines[1:]]
     losses = [float(row["val/ce/cloze"]) for row in rows if row["val/ce/cloze"]]
     assert losses[-1] < losses[0]

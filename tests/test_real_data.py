@@ -31,7 +31,7 @@ def test_validation_loss_falls_and_the_checkpoint_decodes(
         f"trainer.max_steps={STEPS}", "trainer.validate_every=20", "trainer.progress=none", "trainer.accelerator=cpu",
         "loader.max_validation_examples=64",
     ]) == 0  # fmt: skip
-    lines = (tmp_path / "run" / "csv" / "metrics.csv").read_text().splitlines()
+    lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
     rows = [dict(zip(lines[0].split(","), line.split(","))) for line in lines[1:]]
     losses = [float(row["val/loss"]) for row in rows if row["val/loss"]]
     assert losses == sorted(losses, reverse=True)

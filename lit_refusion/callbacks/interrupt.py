@@ -37,6 +37,7 @@ class StopGracefully(L.Callback):
         """Stop at the end of the step that was under way."""
         if self.was_stopped and trainer.fit_loop._should_accumulate() is False:
             trainer.should_stop = True
+            trainer.limit_val_batches = 0  # Lightning would validate once more, and the machine may be going away
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save the state that training ended in."""

@@ -110,7 +110,7 @@ def plot_losses(runs: dict[str, Path], path: Path) -> None:
 
     figure, axes = plt.subplots(1, len(runs), figsize=(5 * len(runs), 3.6), sharey=True, squeeze=False)
     for axis, (arm, run) in zip(axes[0], runs.items()):
-        with (run / "csv" / "metrics.csv").open(encoding="utf-8") as file:
+        with (run / "metrics.csv").open(encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         for color, name in enumerate(sorted(name for name in rows[0] if re.fullmatch(r"val/ce/\w+", name))):
             for stage, style in (("train", {"alpha": 0.35, "lw": 1}), ("val", {"lw": 2})):
