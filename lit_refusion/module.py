@@ -53,7 +53,7 @@ class TrainingModule(L.LightningModule):
         self.train_meter = LossMeter(objective.terms)
         self.validation_meter = LossMeter(objective.terms)
         self._logged_step = 0
-        self._logged_time = 0.0
+        self._logged_time = self._validation_start = 0.0
         self._gradient_norm: Tensor | None = None
         self._learning_rate = 0.0
 
@@ -70,6 +70,14 @@ class TrainingModule(L.LightningModule):
         loss: Loss = self.objective.loss(self.backbone, batch, progress=self.global_step / self.max_steps)
         num_batches = self.trainer.num_val_batches[0] * self.trainer.world_size
         self.validation_meter.update(loss, batch, denominator=self._denominator(batch) / num_batches)
+
+    def on_validation_start(self) -> None:
+        """Note the time: validation does not count in the training speed."""
+        self._validation_start = time.perf_counter()
+
+    def on_validation_end(self) -> None:
+        """Take validation out of the clock."""
+        self._logged_time += time.perf_counter() - self._validation_start
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation figures."""

@@ -1,4 +1,4 @@
-"""Progress as plain lines, for logs and pipes; a terminal gets Lightning's rich bar."""
+"""Progress: a bar in a terminal, plain lines in logs and pipes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,24 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
+
+
+class ProgressBar(RichProgressBar):
+    """Lightning's rich bar over the micro-batches of the whole run, with short names and no epochs."""
+
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        """The figures beside the bar, training first."""
+        figures = {name.removeprefix("train/"): float(value) for name, value in trainer.progress_bar_metrics.items()}
+        speed = figures.pop("tokens_per_second", None)
+        texts = {name: f"{value:.4g}" for name, value in figures.items()}
+        return dict(texts) if speed is None else {**texts, "tokens/s": f"{speed:,.0f}"}
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return "training"
 
 
 class LineLogger(Logger):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -26,7 +26,7 @@ from lit_refusion.metrics_file import CsvMetrics
 from lit_refusion.module import TrainingModule
 from lit_refusion.objective import Objective
 from lit_refusion.optimizer import OptimizerConfig
-from lit_refusion.progress import LineLogger
+from lit_refusion.progress import LineLogger, ProgressBar
 from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 LAST, BEST, TOKENIZER = "last", "best", "tokenizer"
@@ -258,7 +258,7 @@ def _trainer(config: TrainerConfig, data: DataModule, *, run: Path, max_steps: i
             callbacks=[
                 *_checkpoints(config, run, has_validation=has_validation),
                 stop,
-                *([RichProgressBar()] if progress == "rich" else []),
+                *([ProgressBar()] if progress == "rich" else []),
             ],
             enable_progress_bar=progress == "rich",
             enable_model_summary=False,
