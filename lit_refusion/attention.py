@@ -25,6 +25,7 @@ class TokenFields(NamedTuple):
 
     segment: Tensor  # document in the row, 0 = padding
     place: Tensor  # index in the row
+    position: Tensor  # index in the original prompt + response
     block: Tensor  # View.block
     noisy: Tensor  # View.noisy
 
@@ -51,11 +52,36 @@ class Attention:
 CAUSAL = Attention("causal", lambda q, k: q.place >= k.place, varlen="causal")
 FULL = Attention("full", lambda q, k: q.segment == k.segment, varlen="full")
 
+BLOCK_CAUSAL = Attention(
+    "block_causal",
+    # A token sees its own block in its own copy, and the clean copy of all earlier blocks (the three-part mask).
+    lambda q, k: ((q.block == k.block) & (q.noisy == k.noisy)) | (~k.noisy & (q.block > k.block)),
+)
+
+
+def annealed(attention: Attention, *, step: int, num_steps: int) -> Attention:
+    """From causal to `attention` over `num_steps`: an allowed future key is visible with probability step / num_steps.
+
+    Which ones is a hash of (query position, key position, step): the same on every rank and in every layout. This is
+    the attention-mask annealing of DiffuLLaMA (arXiv 2410.17891), where it tames the first steps of a causal model.
+    """
+    if step >= num_steps:
+        return attention
+    share = step / num_steps
+
+    def rule(query: TokenFields, key: TokenFields) -> Tensor:
+        mixed = (query.position * 2654435761 + key.position * 40503 + step * 69069) % 2147483647
+        mixed = (mixed * 48271) % 2147483647
+        is_open = mixed < int(share * 2147483647)
+        return attention.rule(query, key) & ((query.place >= key.place) | is_open)
+
+    return Attention(f"{attention.name}, annealed", rule)
+
 
 def token_fields(batch: Batch) -> TokenFields:
     """[B, T] fields of a batch."""
     place = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device).expand_as(batch.input_ids)
-    return TokenFields(batch.segment_ids, place, batch.block, batch.noisy)
+    return TokenFields(batch.segment_ids, place, batch.position_ids, batch.block, batch.noisy)
 
 
 def dense_mask(attention: Attention, batch: Batch) -> Tensor:

@@ -59,7 +59,7 @@ class TrainingModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that the sums come out right."""
-        loss = self.objective.loss(self.backbone, batch, progress=self.global_step / self.max_steps)
+        loss = self.objective.loss(self.backbone, batch, step=self.global_step)
         shares = self.trainer.world_size * self.trainer.accumulate_grad_batches
         denominator = self._denominator(batch)
         self.train_meter.update(loss, batch, denominator=denominator / shares)
@@ -67,7 +67,7 @@ class TrainingModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add one validation batch to the sums."""
-        loss: Loss = self.objective.loss(self.backbone, batch, progress=self.global_step / self.max_steps)
+        loss: Loss = self.objective.loss(self.backbone, batch, step=self.global_step)
         num_batches = self.trainer.num_val_batches[0] * self.trainer.world_size
         self.validation_meter.update(loss, batch, denominator=self._denominator(batch) / num_batches)
 

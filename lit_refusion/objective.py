@@ -58,9 +58,13 @@ class Objective(ABC):
     def view(self, example: Example, rng: np.random.Generator) -> View:
         """What one example looks like in training; `rng` is the only randomness, its first draw the mask rate."""
 
+    def views(self, example: Example, rng: np.random.Generator) -> list[View]:
+        """All rows made of one example; the weights of all of them together sum its terms. Default: one view."""
+        return [self.view(example, rng)]
+
     @abstractmethod
-    def attention(self, progress: float) -> Attention:
-        """The attention rule; `progress` in [0, 1] is the share of training done (most ignore it)."""
+    def attention(self, step: int) -> Attention:
+        """The attention rule at an optimizer step (only schedules read it)."""
 
     @abstractmethod
     def spec(self, mask_token_id: int | None) -> DiffusionSpec:
@@ -69,13 +73,13 @@ class Objective(ABC):
     def prepare(self, backbone: Backbone) -> None:  # noqa: B027 - a hook, not a duty
         """Change the backbone before training, for example freeze it and add parameters. Default: nothing."""
 
-    def loss(self, backbone: Backbone, batch: Batch, *, progress: float) -> Loss:
+    def loss(self, backbone: Backbone, batch: Batch, *, step: int) -> Loss:
         """Weighted cross-entropy on the supervised rows.
 
         A batch without supervised rows still reaches every parameter, with weight 0, so that no rank of a
         distributed run waits for its gradient.
         """
-        hidden = backbone(batch, self.attention(progress))  # [B, T, D]
+        hidden = backbone(batch, self.attention(step))  # [B, T, D]
         is_supervised = batch.targets != IGNORE
         if not is_supervised.any():
             is_supervised = is_supervised.clone()

@@ -22,6 +22,7 @@ class DiffusionSpec:
         attention: name of the attention rule in training.
         slot_sizes: slot sizes seen in training, in tokens; empty where there are none.
         block_size: block size in tokens; None where there are no blocks.
+        block_origin: where blocks are counted from: "sequence" (its first token) or "response"; None without blocks.
         pad_policy: "none", or "eos" where padding is supervised as end-of-sequence.
     """
 
@@ -31,6 +32,7 @@ class DiffusionSpec:
     attention: str
     slot_sizes: tuple[int, ...] = ()
     block_size: int | None = None
+    block_origin: Literal["sequence", "response"] | None = None
     pad_policy: Literal["none", "eos"] = "none"
 
     def to_dict(self) -> dict[str, Any]:

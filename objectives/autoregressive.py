@@ -51,7 +51,7 @@ class Autoregressive(Objective):
             term=np.where(targets == IGNORE, -1, 0),
         )
 
-    def attention(self, progress: float) -> Attention:
+    def attention(self, step: int) -> Attention:
         """Causal."""
         return CAUSAL
 

@@ -131,7 +131,7 @@ class ReFusion(Objective):
             mask_rate=p_mask if self.masking == "bernoulli" else num_masked / num_response,
         )
 
-    def attention(self, progress: float) -> Attention:
+    def attention(self, step: int) -> Attention:
         """Causal over the row as arranged, not over original positions."""
         return CAUSAL
 

@@ -67,8 +67,13 @@ def batch(rows: list[list[View]], backbone: Backbone, pad_to_multiple: int = 8) 
 def gradients(objective: Objective, backbone: Backbone, batches: list[Batch]) -> dict[str, torch.Tensor]:
     backbone.zero_grad()
     for item in batches:
-        objective.loss(backbone, item, progress=0.5).total.backward()
+        objective.loss(backbone, item, step=0).total.backward()
     return {name: p.grad.clone() for name, p in backbone.named_parameters() if p.grad is not None}
+
+
+def tolerance(gradient: torch.Tensor) -> float:
+    """fp32 rounding of sums whose terms carry weights up to 1/t."""
+    return 3e-5 * max(1.0, float(gradient.abs().max()))
 
 
 @pytest.mark.parametrize("group", ["objective", "decoder"])
@@ -109,7 +114,7 @@ def test_packed_equals_padded(objective: Objective, backbone: Backbone) -> None:
     padded = gradients(objective, backbone, [batch([[view] for view in made], backbone)])
     packed = gradients(objective, backbone, [batch(pack(made, max_length=100), backbone)])
     for name, gradient in padded.items():
-        torch.testing.assert_close(packed[name], gradient, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(packed[name], gradient, atol=tolerance(gradient), rtol=1e-4)
 
 
 def test_batch_equals_singles(objective: Objective, backbone: Backbone) -> None:
@@ -117,7 +122,7 @@ def test_batch_equals_singles(objective: Objective, backbone: Backbone) -> None:
     whole = gradients(objective, backbone, [batch([[view] for view in made], backbone)])
     singles = gradients(objective, backbone, [batch([[view]], backbone, pad_to_multiple=1) for view in made])
     for name, gradient in whole.items():
-        torch.testing.assert_close(singles[name], gradient, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(singles[name], gradient, atol=tolerance(gradient), rtol=1e-4)
 
 
 def test_padding_content_changes_nothing(objective: Objective, backbone: Backbone) -> None:
@@ -125,7 +130,7 @@ def test_padding_content_changes_nothing(objective: Objective, backbone: Backbon
     ids = torch.where(one.segment_ids == 0, 77, one.input_ids)
     two = dataclasses.replace(one, input_ids=ids, position_ids=torch.where(one.segment_ids == 0, 5, one.position_ids))
     with torch.no_grad():
-        first, second = (objective.loss(backbone, item, progress=0.0) for item in (one, two))
+        first, second = (objective.loss(backbone, item, step=0) for item in (one, two))
     torch.testing.assert_close(first.token_loss, second.token_loss, atol=1e-5, rtol=1e-5)
 
 

@@ -42,7 +42,7 @@ class Cloze(Objective):
             term=np.where(hidden, 0, -1),
         )
 
-    def attention(self, progress):
+    def attention(self, step):
         return FULL
 
     def spec(self, mask_token_id):

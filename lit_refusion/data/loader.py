@@ -70,9 +70,9 @@ class ViewMaker:
 
     def batch(self, visits: list[Visit], *, num_examples: int, num_response_tokens: int) -> Batch:
         """The batch of these visits; the counts are the denominators it carries."""
-        views = [self._view(visit) for visit in visits]
+        views = [view for visit in visits for view in self._views(visit)]
         if not views:  # a rank whose validation examples ran out still takes part in the forward pass
-            view = self._view(Visit(0, 0))
+            view = self._views(Visit(0, 0))[0]
             targets, term = np.full_like(view.targets, IGNORE), np.full_like(view.term, -1)
             views = [replace(view, targets=targets, term=term, weights=view.weights * 0)]
         packed = self.config.layout == "packed"
@@ -85,9 +85,9 @@ class ViewMaker:
             num_response_tokens=num_response_tokens,
         )
 
-    def _view(self, visit: Visit) -> View:
+    def _views(self, visit: Visit) -> list[View]:
         rng = noise(self.seed, index=visit.index, epoch=visit.epoch, stream=self.stream)
-        return self.objective.view(self.shards[visit.index], rng)
+        return self.objective.views(self.shards[visit.index], rng)
 
 
 class TrainBatches(Dataset):

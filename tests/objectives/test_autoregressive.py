@@ -41,7 +41,7 @@ def test_loss_equals_plain_cross_entropy(backbone: Backbone, average: str) -> No
         num_examples=2,
         num_response_tokens=5,
     )
-    loss = objective.loss(backbone, batch, progress=0.0)
+    loss = objective.loss(backbone, batch, step=0)
     per_example = []
     for view in views(objective):
         logits = backbone.model(torch.from_numpy(view.input_ids)[None], use_cache=False).logits[0]
@@ -67,7 +67,7 @@ def test_batch_without_targets_still_reaches_every_parameter(backbone: Backbone)
     batch.targets.fill_(-100)
     batch.weights.fill_(0)
     batch.term.fill_(-1)
-    loss = objective.loss(backbone, batch, progress=0.0)
+    loss = objective.loss(backbone, batch, step=0)
     loss.total.backward()
     assert float(loss.total) == 0
     for name, parameter in backbone.named_parameters():

@@ -75,7 +75,7 @@ def test_golden_losses(golden_cases: list[dict[str, Any]], golden_model: Backbon
         views = [document_view(document) for document in case["documents"]]
         batch = batch_of(views, golden_model.mask_token_id)
         with torch.inference_mode():
-            loss = REFUSION.loss(golden_model, batch, progress=0.0)
+            loss = REFUSION.loss(golden_model, batch, step=0)
         recorded = np.concatenate(
             [np.array(d["token_cross_entropy"])[np.array(d["labels"]) != IGNORE] for d in case["documents"]]
         )
@@ -198,7 +198,7 @@ def test_no_masked_slot_equals_slotwise_autoregression(backbone: Backbone) -> No
     item = example([20, 21, 22], range(30, 38))
     view = REFUSION.arrange(item, slot_size=4, masked_slots=[], clean_slot_order=[0, 1], p_mask=1e-3)
     with torch.inference_mode():
-        loss = REFUSION.loss(backbone, batch_of([view], backbone.mask_token_id), progress=0.0)
+        loss = REFUSION.loss(backbone, batch_of([view], backbone.mask_token_id), step=0)
         ids = torch.tensor([[*item.prompt_ids, *item.response_ids]])
         log_p = backbone.model(ids, use_cache=False).logits[0].log_softmax(-1)
     expected = [-log_p[i, ids[0, i + 1]] for i in (3, 4, 5, 7, 8, 9)]

@@ -1,0 +1,155 @@
+"""BD3-LM: diffusion inside blocks, autoregression over blocks (arXiv 2503.09573).
+
+Shapes: P prompt tokens, R response tokens, N = P + R, C tokens of the noisy copies, K noisy blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from lit_refusion.attention import BLOCK_CAUSAL, Attention
+from lit_refusion.errors import UserError
+from lit_refusion.examples import Example
+from lit_refusion.objective import Objective
+from lit_refusion.spec import DiffusionSpec
+from lit_refusion.views import IGNORE, MASK, View
+
+
+@dataclass(frozen=True, kw_only=True)
+class BD3(Objective):
+    """Each block of the response is denoised given the clean blocks before it, all in one row.
+
+    The row is [prompt and response, clean ; noisy copies of the blocks that hold response tokens], about P + 2 R
+    tokens; copies keep the positions of their originals. With t_b ~ U(t_min, t_max) for each block b and iid masking
+    of its response tokens with probability t_b (log-linear schedule),
+
+        L = E [ 1/R  sum over blocks b, hidden tokens i in b, of  1/t_b (- log P(x_i | clean blocks < b, noisy b)) ].
+
+    Settings turn it into SDAR (one t per example, conf/objective/sdar.yaml) and Fast-dLLM v2 (uniform weights,
+    complementary rows, shift: conf/objective/fast_dllm_v2.yaml).
+
+    Args:
+        block_size: tokens of a block.
+        block_origin: blocks are counted from the first token of the "sequence" or of the "response"; in the latter
+            the whole prompt is one block.
+        t_min: smallest noise level (beta).
+        t_max: largest (omega).
+        t_per: "block" (BD3-LM) or "example" (SDAR).
+        stratify_blocks: spread the noise levels of an example's blocks evenly (the official antithetic sampling).
+        weighting: "inverse_t", or "uniform" for 1/R.
+        complementary: make two rows, hiding a set of tokens and its complement; of half weight with inverse_t, of
+            full weight with uniform, where every token is then supervised once.
+        force_mask: hide at least one token of every example.
+        shift: predict a token from the row before it, for backbones that were causal.
+    """
+
+    name: ClassVar[str] = "bd3"
+    terms: ClassVar[tuple[str, ...]] = ("mdm",)
+    needs_mask_token: ClassVar[bool] = True
+
+    block_size: int
+    block_origin: Literal["sequence", "response"]
+    t_min: float
+    t_max: float
+    t_per: Literal["block", "example"]
+    stratify_blocks: bool
+    weighting: Literal["inverse_t", "uniform"]
+    complementary: bool
+    force_mask: bool
+    shift: bool
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise UserError(f"objective.block_size={self.block_size}: must be at least 1")
+        if not 0 < self.t_min <= self.t_max <= 1:
+            raise UserError(f"objective.t_min={self.t_min}, t_max={self.t_max}: need 0 < t_min <= t_max <= 1")
+
+    def view(self, example: Example, rng: np.random.Generator) -> View:
+        """One row: draw noise levels and masks, then arrange."""
+        return self._rows(example, rng)[0]
+
+    def views(self, example: Example, rng: np.random.Generator) -> list[View]:
+        """One row, or two that complement each other."""
+        rows = self._rows(example, rng)
+        return rows if self.complementary else rows[:1]
+
+    def arrange(self, example: Example, is_masked: np.ndarray, *, t: np.ndarray, share: float = 1.0) -> View:
+        """The row for given choices; pure.
+
+        Args:
+            example: prompt and response.
+            is_masked: [R] bool.
+            t: [R] noise level of each token's block.
+            share: the row's part of the example's loss.
+        """
+        ids = np.concatenate([example.prompt_ids, example.response_ids])
+        num_prompt, num_response, length = len(example.prompt_ids), len(is_masked), len(ids)
+        block = self._blocks(num_prompt, num_response)
+        copied = np.flatnonzero(block >= block[num_prompt])  # [C] positions that get a noisy copy
+        hidden = np.concatenate([np.zeros(num_prompt, bool), is_masked])
+        weights = np.zeros(length)
+        weights[num_prompt:] = share / num_response
+        if self.weighting == "inverse_t":
+            weights[num_prompt:] /= t
+
+        row = np.arange(length)  # row that predicts each position: its noisy copy, or the clean row where none is
+        row[copied] = length + np.arange(len(copied))
+        predicted = np.flatnonzero(hidden)
+        predicting = row[predicted - 1] if self.shift else row[predicted]
+        targets = np.full(length + len(copied), IGNORE, np.int64)
+        row_weights = np.zeros(len(targets), np.float32)
+        targets[predicting], row_weights[predicting] = ids[predicted], weights[predicted]
+        return View(
+            input_ids=np.concatenate([ids, np.where(hidden, MASK, ids)[copied]]),
+            position_ids=np.concatenate([np.arange(length), copied]),
+            targets=targets,
+            weights=row_weights,
+            term=np.where(targets == IGNORE, -1, 0),
+            block=np.concatenate([block, block[copied]]),
+            noisy=np.arange(len(targets)) >= length,
+            mask_rate=float(t.mean()),
+        )
+
+    def _blocks(self, num_prompt: int, num_response: int) -> np.ndarray:
+        """[N] block number of every position."""
+        if self.block_origin == "sequence":
+            return np.arange(num_prompt + num_response) // self.block_size
+        return np.concatenate([np.zeros(num_prompt, np.int64), 1 + np.arange(num_response) // self.block_size])
+
+    def _rows(self, example: Example, rng: np.random.Generator) -> list[View]:
+        num_prompt, num_response = len(example.prompt_ids), len(example.response_ids)
+        block = self._blocks(num_prompt, num_response)[num_prompt:]
+        block = block - block[0]  # [R] number among the noisy blocks
+        count = block[-1] + 1
+        u = np.full(count, rng.random())
+        if self.stratify_blocks:
+            u = (u + np.arange(count) / count) % 1
+        elif self.t_per == "block":
+            u[1:] = rng.random(count - 1)
+        t = (self.t_min + (self.t_max - self.t_min) * u)[block]
+        is_masked = rng.random(num_response) < t
+        if self.force_mask and not is_masked.any():
+            is_masked[rng.integers(num_response)] = True
+        share = 0.5 if self.complementary and self.weighting == "inverse_t" else 1.0
+        return [
+            self.arrange(example, is_masked, t=t, share=share),
+            self.arrange(example, ~is_masked, t=np.maximum(1 - t, self.t_min), share=share),
+        ]
+
+    def attention(self, step: int) -> Attention:
+        """Block-causal over clean and noisy copies."""
+        return BLOCK_CAUSAL
+
+    def spec(self, mask_token_id: int | None) -> DiffusionSpec:
+        """Block size and origin are part of the model's conventions."""
+        return DiffusionSpec(
+            objective=self.name,
+            mask_token_id=mask_token_id,
+            shift="all" if self.shift else "none",
+            attention=BLOCK_CAUSAL.name,
+            block_size=self.block_size,
+            block_origin=self.block_origin,
+        )

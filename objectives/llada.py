@@ -1,0 +1,94 @@
+"""LLaDA: masked diffusion over the whole response (arXiv 2502.09992). Shapes: P prompt tokens, R response tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from lit_refusion.attention import FULL, Attention, annealed
+from lit_refusion.errors import UserError
+from lit_refusion.examples import Example
+from lit_refusion.masking import mask_response, pad_with_eos
+from lit_refusion.objective import Objective
+from lit_refusion.spec import DiffusionSpec
+from lit_refusion.views import View
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLaDA(Objective):
+    """Every response token is hidden with the same probability and predicted with full attention.
+
+    With t ~ U(0, 1), p = (1 - eps) t + eps and iid masking of the response (supervised fine-tuning, Eq. 5),
+
+        L = E_t [ 1/R  sum over hidden tokens i of  1/p  (- log P(r_i | prompt, visible tokens)) ],
+
+    an upper bound of the negative log-likelihood per token.
+
+    Args:
+        eps: smallest mask rate.
+        shift: false in the paper; true predicts a token from the row before it, for backbones that were causal.
+        pad_policy: "eos" continues the response with end-of-sequence tokens, which are hidden, supervised and counted
+            in R like any other (the official convention, so that a fixed canvas can end early).
+        pad_multiple: with "eos", the response is continued to a multiple of this.
+        complementary: make two rows of half weight, hiding a set of tokens and its complement (variance).
+        attention_annealing_steps: steps over which the causal mask opens to full attention; 0 for full from the start.
+    """
+
+    name: ClassVar[str] = "llada"
+    terms: ClassVar[tuple[str, ...]] = ("mdm",)
+    needs_mask_token: ClassVar[bool] = True
+
+    eps: float
+    shift: bool
+    pad_policy: Literal["none", "eos"]
+    pad_multiple: int
+    complementary: bool
+    attention_annealing_steps: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.eps < 1:
+            raise UserError(f"objective.eps={self.eps}: must lie between 0 and 1")
+        if self.pad_multiple < 1:
+            raise UserError(f"objective.pad_multiple={self.pad_multiple}: must be at least 1")
+
+    def view(self, example: Example, rng: np.random.Generator) -> View:
+        """One row: draw t, then hide each response token with probability p."""
+        return self._rows(example, rng)[0]
+
+    def views(self, example: Example, rng: np.random.Generator) -> list[View]:
+        """One row, or two that complement each other."""
+        rows = self._rows(example, rng)
+        return rows if self.complementary else rows[:1]
+
+    def arrange(self, example: Example, is_masked: np.ndarray, *, p_mask: float, share: float = 1.0) -> View:
+        """The row for a given [R] mask; pure. `share` is the row's part of the example's loss."""
+        weights = np.full(len(is_masked), share / (p_mask * len(is_masked)))
+        return mask_response(example, is_masked, weights, shift=self.shift, mask_rate=p_mask)
+
+    def _rows(self, example: Example, rng: np.random.Generator) -> list[View]:
+        if self.pad_policy == "eos":
+            example = pad_with_eos(example, self.pad_multiple)
+        p_mask = (1 - self.eps) * rng.random() + self.eps
+        is_masked = rng.random(len(example.response_ids)) < p_mask
+        share = 0.5 if self.complementary else 1.0
+        p_other = max(1 - p_mask, self.eps)
+        return [
+            self.arrange(example, is_masked, p_mask=p_mask, share=share),
+            self.arrange(example, ~is_masked, p_mask=p_other, share=share),
+        ]
+
+    def attention(self, step: int) -> Attention:
+        """Full, or on the way there."""
+        return annealed(FULL, step=step, num_steps=self.attention_annealing_steps)
+
+    def spec(self, mask_token_id: int | None) -> DiffusionSpec:
+        """Full attention; the shift as set."""
+        return DiffusionSpec(
+            objective=self.name,
+            mask_token_id=mask_token_id,
+            shift="all" if self.shift else "none",
+            attention=FULL.name,
+            pad_policy=self.pad_policy,
+        )
