@@ -39,7 +39,7 @@ class AutoregressiveDecoder(Decoder):
                 "temperature and top_k must not be negative, top_p must lie in (0, 1]"
             )
 
-    def row(self, prompt: np.ndarray, eos_token_id: int) -> Row:
+    def row(self, prompt: np.ndarray, eos_token_id: int, rng: np.random.Generator) -> Row:
         """One token per pass; the first pass carries the prompt."""
         sampling = Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         response: list[int] = []

@@ -82,12 +82,11 @@ class ReFusionDecoder(Decoder):
         """L: the budget rounded up to whole slots."""
         return -(-self.max_new_tokens // self.slot_size) * self.slot_size
 
-    @property
-    def num_places(self) -> int:
-        """The canvas: drafts and [MASK]s of a block lie where its tokens will."""
-        return self.canvas
+    def capacity(self, longest_prompt: int) -> int:
+        """Prompt and canvas: drafts and [MASK]s of a block lie where its tokens will."""
+        return longest_prompt + self.canvas
 
-    def row(self, prompt: np.ndarray, eos_token_id: int) -> Row:
+    def row(self, prompt: np.ndarray, eos_token_id: int, rng: np.random.Generator) -> Row:
         """Block by block, round by round."""
         return _Response(self, prompt, eos_token_id).decode()
 

@@ -42,13 +42,12 @@ class Decoder(ABC):
                 raise UserError(f"decoder.{name}={getattr(self, name)}: must be at least 1")
 
     @abstractmethod
-    def row(self, prompt: np.ndarray, eos_token_id: int) -> Row:
-        """Decode one prompt of [P] ids, P >= 1, as a generator of requests."""
+    def row(self, prompt: np.ndarray, eos_token_id: int, rng: np.random.Generator) -> Row:
+        """Decode one prompt of [P] ids, P >= 1, as a generator of requests; `rng` is for choices among positions."""
 
-    @property
-    def num_places(self) -> int:
-        """Buffer places that a row needs beside its prompt's, scratch included."""
-        return self.max_new_tokens
+    def capacity(self, longest_prompt: int) -> int:
+        """Buffer places that a row needs, scratch included."""
+        return longest_prompt + self.max_new_tokens
 
     def generate(
         self,
@@ -72,21 +71,29 @@ class Decoder(ABC):
         """
         if not all(len(prompt) for prompt in prompts):
             raise UserError("prompt: it has no tokens; give some text")
+        numbers = range(len(prompts)) if indices is None else indices
+        rngs = [noise(seed, index=number, epoch=0, stream=Stream.DECODING) for number in numbers]
+        seeds = [int(rng.integers(2**62)) for rng in rngs]  # of the engine's own noise, for tokens
         return decode(
             backbone,
-            [self.row(np.asarray(prompt, np.int64), backbone.eos_token_id) for prompt in prompts],
-            batch_size=self.batch_size,
-            capacity=max(map(len, prompts), default=0) + self.num_places,
-            seeds=[
-                int(noise(seed, index=index, epoch=0, stream=Stream.DECODING).integers(2**62))
-                for index in (range(len(prompts)) if indices is None else indices)
+            [
+                self.row(np.asarray(p, np.int64), backbone.eos_token_id, rng)
+                for p, rng in zip(prompts, rngs, strict=True)
             ],
+            batch_size=self.batch_size,
+            capacity=self.capacity(max(map(len, prompts), default=0)),
+            seeds=seeds,
         )
 
-    def check_fits(self, spec: DiffusionSpec, *, force: bool = False) -> None:
-        """Refuse a model that was trained for another way of decoding."""
+    def fit_to(self, spec: DiffusionSpec, *, force: bool = False) -> Decoder:
+        """This decoder with the model's conventions filled in where its settings leave them to the model.
+
+        Raises:
+            UserError: the model was trained for another way of decoding (not with `force`).
+        """
         if spec.objective not in self.objectives and not force:
             raise UserError(
                 f"decoder {type(self).__name__} decodes models trained with {sorted(self.objectives)}, but this model "
                 f"was trained with '{spec.objective}'; choose another decoder, or pass force=true"
             )
+        return self

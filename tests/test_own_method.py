@@ -67,7 +67,7 @@ class OneShot(Decoder):
 
     objectives: ClassVar[frozenset[str]] = frozenset({"cloze"})
 
-    def row(self, prompt, eos_token_id):
+    def row(self, prompt, eos_token_id, rng):
         places = np.arange(len(prompt) + self.max_new_tokens)
         reply = yield Request(
             tokens=np.concatenate([prompt, np.full(self.max_new_tokens, MASK)]),

@@ -69,8 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     preset = [] if settings.decoder else [f"decoder={fitting_preset(model.spec, arguments.config_dir)}"]
     config = load_config("generate", [*preset, *overrides], extra_folder=arguments.config_dir)
-    decoder = build(config["decoder"], Decoder, key="decoder")
-    decoder.check_fits(model.spec, force=settings.force)
+    decoder = build(config["decoder"], Decoder, key="decoder").fit_to(model.spec, force=settings.force)
     settings.prompt_format.check(model.tokenizer)
     messages = [{"role": "user", "content": settings.prompt}]
     prompt = settings.prompt_format.encode_prompts(model.tokenizer, [messages])[0]

@@ -55,7 +55,7 @@ def score(
     num_singles: int,
 ) -> Score:
     """Decode all problems in batches, and the first `num_singles` of them one by one to time batch 1."""
-    decoder.check_fits(model.spec)
+    decoder = decoder.fit_to(model.spec)
     conversations = [[{"role": "user", "content": problem["query"]}] for problem in problems]
     prompts = prompt_format.encode_prompts(model.tokenizer, conversations)
     decoder.generate(model.backbone, prompts[:1])  # first calls are slower

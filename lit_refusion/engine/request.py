@@ -43,6 +43,10 @@ class Request:
         targets: [r] tokens whose probability is wanted; empty where none are.
         sampling: how reply tokens are drawn.
         entropy: whether replies carry the entropy.
+        margin: whether replies carry the margin.
+        guidance: classifier-free guidance scale s; logits become u + (s + 1)(c - u), c those of the answered query
+            and u those of its unconditional partner (LLaDA's convention).
+        unconditional: [r] queries that are the partners; empty without guidance.
     """
 
     tokens: np.ndarray
@@ -53,9 +57,12 @@ class Request:
     targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     sampling: Sampling = Sampling()
     entropy: bool = False
+    margin: bool = False
+    guidance: float = 0.0
+    unconditional: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reply:
     """Answers to the last r queries of a request; probabilities are softmax at temperature 1, in fp32.
 
@@ -64,12 +71,14 @@ class Reply:
         p_token: [r] probability of that token.
         p_target: [r] probability of the target (of token 0 where no targets were given).
         entropy: [r] in nats; zeros where it was not asked for.
+        margin: [r] largest less second largest probability; zeros where it was not asked for.
     """
 
     tokens: np.ndarray
     p_token: np.ndarray
     p_target: np.ndarray
     entropy: np.ndarray
+    margin: np.ndarray
 
 
 Row: TypeAlias = Generator[Request, Reply, Generation]

@@ -137,41 +137,55 @@ class _Scheduler:
         return torch.from_numpy(table).to(device, non_blocking=True), visible
 
     def _replies(self, hidden: Tensor, requests: list[Request]) -> list[Reply]:
-        """Reduce logits on the device and bring [R, 4] figures back in one transfer."""
+        """Reduce logits on the device and bring [R, 5] figures back in one transfer."""
         width = hidden.shape[1]
-        places, targets = [], []
+        places, partners, targets = [], [], []
         for b, request in enumerate(requests):
             length, count = len(request.tokens), request.num_replies
-            places.append(b * width + np.arange(length - count, length))
+            own = np.arange(length - count, length)
+            places.append(b * width + own)
+            partners.append(b * width + (request.unconditional if len(request.unconditional) else own))
             targets.append(request.targets if len(request.targets) else np.zeros(count, np.int64))
-        chosen = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(targets)])).to(hidden.device)
-        rows = hidden.flatten(0, 1)[chosen[0]]  # [R, D]
+        columns = [np.concatenate(parts) for parts in (places, partners, targets)]
+        chosen = torch.from_numpy(np.stack(columns)).to(hidden.device)  # [3, R]
+        rows = hidden.flatten(0, 1)
         owner = np.repeat(np.arange(len(requests)), [request.num_replies for request in requests])
 
-        figures = torch.zeros(len(rows), 4, dtype=torch.float64, device=hidden.device)
+        figures = torch.zeros(len(owner), 5, dtype=torch.float64, device=hidden.device)
         step = max(1, MAX_LOGITS // self.backbone.vocab_size)
-        for start in range(0, len(rows), step):
+        for start in range(0, len(owner), step):
             part = slice(start, start + step)
-            logits = self.backbone.logits(rows[part]).float()
-            log_total = logits.logsumexp(-1, keepdim=True)
-            if any(request.entropy for request in requests):
-                figures[part, 3] = torch.special.entr((logits - log_total).exp()).sum(-1).double()
-            logits[:, self.backbone.mask_token_id] = -torch.inf  # no decoder may commit [MASK]
-            tokens = self._draw(logits, owner[part], requests)
-            pair = torch.stack([tokens, chosen[1, part]], dim=1)
-            figures[part, 0] = tokens.double()
-            figures[part, 1:3] = (logits.gather(1, pair) - log_total).exp().double()
+            logits = self._guided_logits(rows, chosen[:2, part], owner[part], requests)
+            figures[part] = self._figures(logits, chosen[2, part], owner[part], requests)
         table = figures.cpu().numpy()
         parts = np.split(table, np.cumsum([request.num_replies for request in requests])[:-1])
-        return [
-            Reply(
-                tokens=part[:, 0].astype(np.int64),
-                p_token=part[:, 1],
-                p_target=part[:, 2],
-                entropy=part[:, 3],
-            )
-            for part in parts
-        ]
+        return [Reply(part[:, 0].astype(np.int64), *part[:, 1:].T) for part in parts]
+
+    def _guided_logits(self, rows: Tensor, chosen: Tensor, owner: np.ndarray, requests: list[Request]) -> Tensor:
+        """[R, V] logits in fp32, moved away from the unconditional ones where a request asks for it."""
+        logits = self.backbone.logits(rows[chosen[0]]).float()
+        scales = np.array([request.guidance for request in requests])[owner]
+        if scales.any():
+            scale = torch.from_numpy(scales).to(logits)[:, None]
+            without = self.backbone.logits(rows[chosen[1]]).float()
+            logits = without + (scale + 1) * (logits - without)
+        return logits
+
+    def _figures(self, logits: Tensor, targets: Tensor, owner: np.ndarray, requests: list[Request]) -> Tensor:
+        """[R, 5]: token, its probability, the target's, entropy, margin. Overwrites `logits`."""
+        figures = torch.zeros(len(logits), 5, dtype=torch.float64, device=logits.device)
+        log_total = logits.logsumexp(-1, keepdim=True)
+        if any(request.entropy for request in requests):
+            figures[:, 3] = torch.special.entr((logits - log_total).exp()).sum(-1).double()
+        if any(request.margin for request in requests):
+            best = (logits.topk(2, dim=-1).values - log_total).exp().double()
+            figures[:, 4] = best[:, 0] - best[:, 1]
+        logits[:, self.backbone.mask_token_id] = -torch.inf  # no decoder may commit [MASK]
+        tokens = self._draw(logits, owner, requests)
+        pair = torch.stack([tokens, targets], dim=1)
+        figures[:, 0] = tokens.double()
+        figures[:, 1:3] = (logits.gather(1, pair) - log_total).exp().double()
+        return figures
 
     def _draw(self, logits: Tensor, owner: np.ndarray, requests: list[Request]) -> Tensor:
         tokens = logits.argmax(-1)

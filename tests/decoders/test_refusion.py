@@ -119,7 +119,9 @@ def test_golden_decodes(golden_model: Backbone, golden_cases: list[dict[str, Any
 def test_golden_decodes_in_one_batch(golden_model: Backbone, golden_cases: list[dict[str, Any]]) -> None:
     """Prompts of different lengths under different settings share forward passes, each row at its own stage."""
     rows = [
-        golden_decoder(case, "corrected").row(np.array(case["prompt_ids"]), golden_model.eos_token_id)
+        golden_decoder(case, "corrected").row(
+            np.array(case["prompt_ids"]), golden_model.eos_token_id, np.random.default_rng(0)
+        )
         for case in golden_cases
     ]
     generations = decode(golden_model, rows, batch_size=8, capacity=256, seeds=[0] * len(rows))
