@@ -1,0 +1,207 @@
+"""Block-diffusion decoding against an uncached reference; batch equals singles; boundaries are those of training."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoders.block import BlockDecoder
+from lit_refusion.backbone import Backbone
+from lit_refusion.errors import UserError
+from lit_refusion.examples import Example
+from lit_refusion.views import collate
+from objectives.bd3 import BD3
+from tests.conftest import ARCHITECTURES, make_tokenizer
+
+DECODER = BlockDecoder(
+    max_new_tokens=14,
+    batch_size=3,
+    block_size=4,
+    block_origin="sequence",
+    steps_per_block=4,
+    ranking="confidence",
+    threshold=None,
+    sub_block_size=None,
+    temperature=0.0,
+    top_p=1.0,
+    shift=False,
+    stop_at_eos=False,
+)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(10, 250, rng.integers(1, 12)).tolist() for _ in range(count)]
+
+
+def confident(tokenizer: Any, *, architecture: str = "qwen3", seed: int = 0) -> Backbone:
+    backbone = Backbone.from_architecture(ARCHITECTURES[architecture], tokenizer=tokenizer, seed=seed)
+    with torch.no_grad():
+        backbone.model.get_output_embeddings().weight.mul_(3.0)
+    return backbone
+
+
+def block_numbers(length: int, num_prompt: int, decoder: BlockDecoder) -> np.ndarray:
+    places = np.arange(length)
+    if decoder.block_origin == "sequence":
+        return places // decoder.block_size
+    return np.where(places < num_prompt, 0, 1 + (places - num_prompt) // decoder.block_size)
+
+
+@torch.no_grad()
+def slow(backbone: Backbone, prompt: list[int], decoder: BlockDecoder) -> tuple[list[int], int]:
+    """Everything up to the current block is run anew in every pass, under the block-causal mask."""
+    mask_id = backbone.mask_token_id
+    text = np.array([*prompt, *[mask_id] * decoder.max_new_tokens])
+    block = block_numbers(len(text), len(prompt), decoder)
+    passes = 0
+    for number in range(block[len(prompt)], block[-1] + 1):
+        places = np.flatnonzero(block == number)
+        quota = -(-len(places) // decoder.steps_per_block)
+        is_first = True
+        while hidden := [place for place in places if text[place] == mask_id]:
+            seen = block[: places[-1] + 1]
+            allowed = torch.from_numpy(seen[:, None] >= seen[None])[None, None]
+            ids = torch.from_numpy(text[: places[-1] + 1])[None]
+            logits = backbone.model(ids, attention_mask=allowed, use_cache=False).logits[0]
+            passes += 1
+            if decoder.sub_block_size:
+                first = (hidden[0] - places[0]) // decoder.sub_block_size
+                hidden = [place for place in hidden if (place - places[0]) // decoder.sub_block_size == first]
+            scored = []
+            for place in hidden:
+                p = logits[place - 1 if decoder.shift else place].softmax(-1)
+                token = int(torch.where(torch.arange(len(p)) == mask_id, -1, p).argmax())
+                score = float(p[token]) if decoder.ranking == "confidence" else -float(torch.special.entr(p).sum())
+                scored.append((score, place, token))
+            best = sorted(scored, key=lambda item: (-item[0], item[1]))[:quota]
+            chosen = [item for item in scored if item in best or (decoder.threshold or 9e9) <= item[0]]
+            if decoder.shift and is_first and hidden[0] == places[0]:
+                chosen.append(scored[0])
+            for _, place, token in chosen:
+                text[place] = token
+            is_first = False
+    return text[len(prompt) :].tolist(), passes
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"block_origin": "response"},
+        {"shift": True},
+        {"shift": True, "block_origin": "response", "threshold": 0.3},
+        {"steps_per_block": 2},
+        {"block_size": 1},
+        {"block_size": 32, "steps_per_block": 7},
+        {"threshold": 0.2, "steps_per_block": 2},
+        {"ranking": "entropy", "block_size": 3},
+        {"block_size": 8, "sub_block_size": 2, "steps_per_block": 8, "threshold": 0.3},
+        {"block_size": 8, "sub_block_size": 4, "shift": True, "steps_per_block": 8},
+    ],
+    ids=str,
+)
+def test_equals_the_uncached_reference(tokenizer: Any, architecture: str, change: dict[str, Any]) -> None:
+    backbone = confident(tokenizer, architecture=architecture)
+    decoder = dataclasses.replace(DECODER, **change)
+    for prompt in prompts(4):
+        tokens, passes = slow(backbone, prompt, decoder)
+        generation = decoder.generate(backbone, [prompt])[0]
+        assert list(generation.tokens) == tokens
+        assert generation.forward_passes == passes
+
+
+@pytest.mark.parametrize("change", [{}, {"ranking": "random"}, {"temperature": 1.0}, {"stop_at_eos": True}], ids=str)
+def test_batch_equals_singles(tokenizer: Any, change: dict[str, Any]) -> None:
+    backbone = confident(tokenizer)
+    decoder = dataclasses.replace(DECODER, **change)
+    asked = prompts(7)
+    together = decoder.generate(backbone, asked, seed=4)
+    assert together == [decoder.generate(backbone, [p], seed=4, indices=[i])[0] for i, p in enumerate(asked)]
+
+
+def test_finished_blocks_are_not_run_again(tokenizer: Any) -> None:
+    """Prompt of two blocks, then per block: the block before it once as clean text, and itself in every pass."""
+    backbone = confident(tokenizer)
+    widths = []
+    original = backbone.model.base_model.forward
+    backbone.model.base_model.forward = lambda **kw: (widths.append(kw["input_ids"].shape[1]), original(**kw))[1]
+    dataclasses.replace(DECODER, max_new_tokens=8).generate(backbone, [[20] * 8])
+    assert widths == [12, 4, 4, 4, 8, 4, 4, 4]
+
+
+@pytest.mark.parametrize("origin", ["sequence", "response"])
+@pytest.mark.parametrize("shift", [False, True])
+def test_first_pass_sees_what_training_saw(tokenizer: Any, origin: Any, shift: bool) -> None:
+    """The candidates of a block's first pass are those of the training row with that block hidden."""
+    backbone = confident(tokenizer)
+    prompt = prompts(1, seed=3)[0]
+    decoder = dataclasses.replace(DECODER, block_origin=origin, shift=shift, steps_per_block=1)
+    response = np.array(decoder.generate(backbone, [prompt])[0].tokens)  # one pass per block: all its candidates
+    objective = BD3(
+        block_size=4, block_origin=origin, t_min=1e-3, t_max=1.0, t_per="block", stratify_blocks=False,
+        weighting="inverse_t", complementary=False, force_mask=False, shift=shift,
+    )  # fmt: skip
+    item = Example(index=0, prompt_ids=np.array(prompt), response_ids=response)
+    view = objective.arrange(item, np.ones(len(response), bool), t=np.ones(len(response)))
+    batch = collate(
+        [[view]], mask_token_id=backbone.mask_token_id, pad_to_multiple=1, num_examples=1, num_response_tokens=1
+    )
+    with torch.no_grad():
+        logits = backbone.logits(backbone(batch, objective.attention(0))[0])
+    logits[:, backbone.mask_token_id] = -torch.inf
+    supervised = view.targets >= 0
+    predicted, targets = logits.argmax(-1).numpy()[supervised], view.targets[supervised]
+    if shift:  # training predicts a block's first token from the hidden block before it, decoding from the clean one
+        places = view.position_ids[supervised] + 1
+        inside = block_numbers(len(item), len(prompt), decoder)
+        keep = inside[places] == inside[places - 1]
+        predicted, targets = predicted[keep], targets[keep]
+    assert predicted.tolist() == targets.tolist()
+
+
+@given(
+    st.integers(1, 20), st.integers(1, 9), st.integers(1, 12), st.sampled_from(["sequence", "response"]), st.booleans()
+)
+@settings(max_examples=25, deadline=None)
+def test_nothing_stays_hidden(length: int, block: int, steps: int, origin: Any, shift: bool) -> None:
+    backbone = confident(make_tokenizer(), seed=1)
+    decoder = dataclasses.replace(
+        DECODER, max_new_tokens=length, block_size=block, steps_per_block=steps, block_origin=origin, shift=shift,
+        ranking="random",
+    )  # fmt: skip
+    generation = decoder.generate(backbone, [[20, 21, 22]])[0]
+    assert len(generation.tokens) == length
+    assert backbone.mask_token_id not in generation.tokens
+    assert sorted(place for step in generation.steps for place in step.committed) == list(range(length))
+
+
+def test_stop_at_eos(tokenizer: Any) -> None:
+    backbone = confident(tokenizer)
+    prompt = prompts(1)[0]
+    whole = DECODER.generate(backbone, [prompt])[0]
+    backbone.model.config.eos_token_id = whole.tokens[5]
+    stopped = dataclasses.replace(DECODER, stop_at_eos=True).generate(backbone, [prompt])[0]
+    assert stopped.tokens == whole.tokens[: whole.tokens.index(whole.tokens[5]) + 1]
+    assert stopped.forward_passes < whole.forward_passes
+
+
+def test_conventions_come_from_the_model() -> None:
+    spec = BD3(
+        block_size=8, block_origin="response", t_min=1e-3, t_max=1.0, t_per="block", stratify_blocks=False,
+        weighting="inverse_t", complementary=False, force_mask=False, shift=True,
+    ).spec(3)  # fmt: skip
+    fitted = dataclasses.replace(DECODER, block_size=None, block_origin=None, shift=None).fit_to(spec)
+    assert (fitted.block_size, fitted.block_origin, fitted.shift) == (8, "response", True)
+    with pytest.raises(UserError, match="trained with blocks of 8"):
+        DECODER.fit_to(spec)
+    assert DECODER.fit_to(spec, force=True).block_size == 4
+    with pytest.raises(UserError, match="fit the decoder to a model"):
+        dataclasses.replace(DECODER, block_size=None).row(np.array([1]), 2, np.random.default_rng(0))
