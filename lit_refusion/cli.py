@@ -13,6 +13,7 @@ from lit_refusion.errors import UserError
 
 COMMANDS = {
     "prepare": "turn raw records into shards of tokens",
+    "preview": "show what an objective trains on: roles, weights, attention mask",
     "train": "train a backbone with an objective",
     "generate": "decode a prompt with an exported model",
     "export": "write a run's model as a Hugging Face folder",

@@ -17,8 +17,8 @@ Ranking = Literal["confidence", "margin", "entropy", "random"]
 def rank(reply: Reply, ranking: Ranking, rng: np.random.Generator) -> np.ndarray:
     """[r] score of each candidate, larger = reveal earlier.
 
-    confidence: probability of the candidate token (LLaDA's low-confidence remasking, Dream's maskgit_plus);
-    margin: difference of the two largest probabilities (topk_margin); entropy: negative entropy; random.
+    confidence: probability of the candidate token; margin: difference of the two largest probabilities; entropy:
+    negative entropy; random.
     """
     if ranking == "confidence":
         return reply.p_token
@@ -30,7 +30,7 @@ def rank(reply: Reply, ranking: Ranking, rng: np.random.Generator) -> np.ndarray
 
 
 def perturb(score: np.ndarray, temperature: float, rng: np.random.Generator) -> np.ndarray:
-    """Scores whose order is a draw without replacement from softmax(score / temperature) (Dream's alg_temp)."""
+    """Scores whose order is a draw without replacement from softmax(score / temperature)."""
     return score / temperature + rng.gumbel(size=len(score)) if temperature > 0 else score
 
 
@@ -42,12 +42,12 @@ def reveal_quota(score: np.ndarray, count: int) -> np.ndarray:
 
 
 def reveal_threshold(score: np.ndarray, threshold: float, *, minimum: int = 1) -> np.ndarray:
-    """[r] bool: all that reach the threshold, and the `minimum` best in any case (Fast-dLLM, SDAR's dynamic rule)."""
+    """[r] bool: all that reach the threshold, and the `minimum` best in any case (arXiv 2505.22618)."""
     return (score >= threshold) | reveal_quota(score, minimum)
 
 
 def reveal_factor(score: np.ndarray, factor: float) -> np.ndarray:
-    """[r] bool: the n best, n the largest with (i + 1)(1 - c_i) <= factor for all i <= n (Fast-dLLM, 2505.22618)."""
+    """[r] bool: the n best, n the largest with (i + 1)(1 - c_i) <= factor for all i <= n (arXiv 2505.22618)."""
     ordered = np.sort(score)[::-1]
     holds = (np.arange(len(score)) + 2) * (1 - ordered) <= factor
     return reveal_quota(score, int(np.cumprod(holds).sum()))
@@ -64,13 +64,13 @@ def reveal_entropy_bound(score: np.ndarray, entropy: np.ndarray, bound: float) -
 
 
 def quotas(num_hidden: int, num_steps: int) -> np.ndarray:
-    """[num_steps] tokens to reveal in each step: an equal split, the remainder going to the first steps (LLaDA)."""
+    """[num_steps] tokens to reveal in each step: an equal split, the remainder first (arXiv 2502.09992)."""
     base, rest = divmod(num_hidden, num_steps)
     return base + (np.arange(num_steps) < rest)
 
 
 def time_quota(num_hidden: int, step: int, num_steps: int, *, eps: float = 1e-3) -> int:
-    """Tokens to reveal in step `step` of Dream's schedule: int(n (1 - s/t)) on a linear time grid, all in the last."""
+    """Tokens to reveal in step `step`: int(n (1 - s/t)) on a linear time grid, all in the last (arXiv 2508.15487)."""
     if step >= num_steps - 1:
         return num_hidden
     grid = np.linspace(1, eps, num_steps + 1)

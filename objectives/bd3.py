@@ -69,12 +69,7 @@ class BD3(Objective):
 
     def view(self, example: Example, rng: np.random.Generator) -> View:
         """One row: draw noise levels and masks, then arrange."""
-        return self._rows(example, rng)[0]
-
-    def views(self, example: Example, rng: np.random.Generator) -> list[View]:
-        """One row, or two that complement each other."""
-        rows = self._rows(example, rng)
-        return rows if self.complementary else rows[:1]
+        return self.views(example, rng)[0]
 
     def arrange(self, example: Example, is_masked: np.ndarray, *, t: np.ndarray, share: float = 1.0) -> View:
         """The row for given choices; pure.
@@ -119,7 +114,8 @@ class BD3(Objective):
             return np.arange(num_prompt + num_response) // self.block_size
         return np.concatenate([np.zeros(num_prompt, np.int64), 1 + np.arange(num_response) // self.block_size])
 
-    def _rows(self, example: Example, rng: np.random.Generator) -> list[View]:
+    def views(self, example: Example, rng: np.random.Generator) -> list[View]:
+        """One row, or two that complement each other."""
         num_prompt, num_response = len(example.prompt_ids), len(example.response_ids)
         block = self._blocks(num_prompt, num_response)[num_prompt:]
         block = block - block[0]  # [R] number among the noisy blocks
@@ -133,7 +129,9 @@ class BD3(Objective):
         is_masked = rng.random(num_response) < t
         if self.force_mask and not is_masked.any():
             is_masked[rng.integers(num_response)] = True
-        share = 0.5 if self.complementary and self.weighting == "inverse_t" else 1.0
+        if not self.complementary:
+            return [self.arrange(example, is_masked, t=t)]
+        share = 0.5 if self.weighting == "inverse_t" else 1.0
         return [
             self.arrange(example, is_masked, t=t, share=share),
             self.arrange(example, ~is_masked, t=np.maximum(1 - t, self.t_min), share=share),

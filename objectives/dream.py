@@ -53,12 +53,7 @@ class Dream(Objective):
 
     def view(self, example: Example, rng: np.random.Generator) -> View:
         """One row: draw t, then hide each response token with probability p."""
-        return self._rows(example, rng)[0]
-
-    def views(self, example: Example, rng: np.random.Generator) -> list[View]:
-        """One row, or two that complement each other."""
-        rows = self._rows(example, rng)
-        return rows if self.complementary else rows[:1]
+        return self.views(example, rng)[0]
 
     def arrange(self, example: Example, is_masked: np.ndarray, *, p_mask: float, share: float = 1.0) -> View:
         """The row for a given [R] mask; pure. `share` is the row's part of the example's loss."""
@@ -74,13 +69,15 @@ class Dream(Objective):
         total = _decayed_sum(is_visible, self.geometric_p) + _decayed_sum(is_visible[::-1], self.geometric_p)[::-1]
         return 0.5 * total[num_prompt:]
 
-    def _rows(self, example: Example, rng: np.random.Generator) -> list[View]:
+    def views(self, example: Example, rng: np.random.Generator) -> list[View]:
+        """One row, or two that complement each other."""
         p_mask = (1 - self.eps) * rng.random() + self.eps
         is_masked = rng.random(len(example.response_ids)) < p_mask
-        share = 0.5 if self.complementary else 1.0
+        if not self.complementary:
+            return [self.arrange(example, is_masked, p_mask=p_mask)]
         return [
-            self.arrange(example, is_masked, p_mask=p_mask, share=share),
-            self.arrange(example, ~is_masked, p_mask=max(1 - p_mask, self.eps), share=share),
+            self.arrange(example, is_masked, p_mask=p_mask, share=0.5),
+            self.arrange(example, ~is_masked, p_mask=max(1 - p_mask, self.eps), share=0.5),
         ]
 
     def attention(self, step: int) -> Attention:

@@ -42,6 +42,7 @@ class ReFusion(Objective):
             weighs 1 / (p R). "exact" (paper): floor(t K) slots are masked, and a masked token weighs 1 / num_masked.
         mdm_weight: lambda.
         eps: smallest mask rate of "bernoulli".
+        complementary: make two rows of half weight, one's masked slots being the other's clean ones (variance).
     """
 
     name: ClassVar[str] = "refusion"
@@ -52,6 +53,7 @@ class ReFusion(Objective):
     masking: Literal["bernoulli", "exact"]
     mdm_weight: float
     eps: float
+    complementary: bool
 
     def __post_init__(self) -> None:
         if not self.slot_sizes or min(self.slot_sizes) < 1:
@@ -62,7 +64,11 @@ class ReFusion(Objective):
             raise UserError(f"objective.mdm_weight={self.mdm_weight}: must not be negative")
 
     def view(self, example: Example, rng: np.random.Generator) -> View:
-        """Draw t, a slot size, the masked slots and the order of the clean ones, then arrange them."""
+        """One row: draw t, a slot size, the masked slots and the order of the clean ones, then arrange them."""
+        return self.views(example, rng)[0]
+
+    def views(self, example: Example, rng: np.random.Generator) -> list[View]:
+        """One row, or two that complement each other."""
         t = rng.random()
         slot_size = self.slot_sizes[rng.integers(len(self.slot_sizes))]
         num_slots = -(-len(example.response_ids) // slot_size)
@@ -72,13 +78,20 @@ class ReFusion(Objective):
         else:
             is_masked = np.zeros(num_slots, bool)
             is_masked[rng.permutation(num_slots)[: int(t * num_slots)]] = True
-        return self.arrange(
-            example,
-            slot_size=slot_size,
-            masked_slots=np.flatnonzero(is_masked),
-            clean_slot_order=rng.permutation(np.flatnonzero(~is_masked)),
-            p_mask=p_mask,
-        )
+        choices = [(is_masked, p_mask)]
+        if self.complementary:
+            choices.append((~is_masked, max(1 - p_mask, self.eps)))
+        return [
+            self.arrange(
+                example,
+                slot_size=slot_size,
+                masked_slots=np.flatnonzero(masked),
+                clean_slot_order=rng.permutation(np.flatnonzero(~masked)),
+                p_mask=p,
+                share=1 / len(choices),
+            )
+            for masked, p in choices
+        ]
 
     def arrange(
         self,
@@ -88,6 +101,7 @@ class ReFusion(Objective):
         masked_slots: Sequence[int] | np.ndarray,
         clean_slot_order: Sequence[int] | np.ndarray,
         p_mask: float,
+        share: float = 1.0,
     ) -> View:
         """The row for given choices; pure.
 
@@ -97,6 +111,7 @@ class ReFusion(Objective):
             masked_slots: numbers of the masked slots.
             clean_slot_order: numbers of all other slots, in generation order.
             p_mask: probability with which a slot was masked (read by "bernoulli" weights only).
+            share: the row's part of the example's loss.
 
         Example terms with no target (no clean slot, or no masked one) contribute 0.
         Differs from the official code, which averages the AR term over the tokens of a micro-batch: that depends
@@ -120,6 +135,7 @@ class ReFusion(Objective):
         num_masked, num_ar = len(masked), max(1, is_ar.sum())
         mdm = 1 / (p_mask * num_response) if self.masking == "bernoulli" else 1 / max(1, num_masked)
         weights = np.where(is_mask, self.mdm_weight * mdm, np.where(is_ar, 1 / num_ar, 0))
+        weights = share * weights
 
         prompt = np.zeros(num_prompt, np.int64)
         return View(

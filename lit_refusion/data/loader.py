@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lit_refusion.data.plan import Plan, Visit, accumulation, sequential
 from lit_refusion.data.shards import Shards
 from lit_refusion.errors import UserError
-from lit_refusion.noise import Stream, noise
+from lit_refusion.noise import FirstUniform, Stream, noise
 from lit_refusion.objective import Objective
 from lit_refusion.views import IGNORE, Batch, View, collate, pack
+
+MaskRates = Literal["independent", "stratified", "antithetic"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,9 @@ class LoaderConfig:
         max_training_examples: train on this many examples, those with the smallest hashes of their text: the same
             subset for every objective, order and worker count; null for all.
         max_validation_examples: the same for the held-out examples.
+        mask_rates: how the first uniform of an example, its mask rate, is drawn in training: "independent" (as the
+            papers do), "stratified" (one from each of the step's equal slices of [0, 1)) or "antithetic" (u and 1 - u
+            in pairs); the same examples get the same rates on any number of devices.
     """
 
     layout: Literal["padded", "packed"]
@@ -43,6 +48,7 @@ class LoaderConfig:
     validation_fraction: float
     max_training_examples: int | None
     max_validation_examples: int | None
+    mask_rates: MaskRates
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "max_row_length", "pad_to_multiple"):
@@ -67,6 +73,8 @@ class ViewMaker:
     mask_token_id: int | None
     seed: int
     stream: Stream
+    step_size: int = 1
+    mask_rates: MaskRates = "independent"
 
     def batch(self, visits: list[Visit], *, num_examples: int, num_response_tokens: int) -> Batch:
         """The batch of these visits; the counts are the denominators it carries."""
@@ -87,6 +95,11 @@ class ViewMaker:
 
     def _views(self, visit: Visit) -> list[View]:
         rng = noise(self.seed, index=visit.index, epoch=visit.epoch, stream=self.stream)
+        if self.mask_rates == "stratified":
+            rng = FirstUniform(rng, lambda u: (visit.place + u) / self.step_size)
+        elif self.mask_rates == "antithetic":
+            pair = noise(self.seed, index=visit.place // 2, epoch=visit.step, stream=Stream.MASK_RATE_PAIR).random()
+            rng = FirstUniform(rng, lambda _: pair if visit.place % 2 == 0 else 1 - pair)
         return self.objective.views(self.shards[visit.index], rng)
 
 
@@ -214,6 +227,8 @@ class DataModule(L.LightningDataModule):
             mask_token_id=self.mask_token_id,
             seed=self.seed,
             stream=stream,
+            step_size=self.plan.global_batch_size,
+            mask_rates=self.config.mask_rates if stream == Stream.TRAIN_NOISE else "independent",
         )
 
     def _loader(self, dataset: Dataset, sampler: Sampler[int]) -> DataLoader:

@@ -14,10 +14,19 @@ from lit_refusion.noise import Stream, noise
 
 @dataclass(frozen=True)
 class Visit:
-    """One example seen in one epoch; together they key its noise."""
+    """One example seen in one epoch; together they key its noise.
+
+    Args:
+        index: number of the example.
+        epoch: how often it was seen before.
+        step: optimizer step that sees it.
+        place: place in that step, in plan order.
+    """
 
     index: int
     epoch: int
+    step: int = 0
+    place: int = 0
 
 
 class Plan:
@@ -47,9 +56,9 @@ class Plan:
         """The examples of optimizer step `number`, in plan order."""
         visits = []
         first = number * self.global_batch_size
-        for place in range(first, first + self.global_batch_size):
-            epoch, offset = divmod(place, len(self.indices))
-            visits.append(Visit(int(self._permutation(epoch)[offset]), epoch))
+        for place in range(self.global_batch_size):
+            epoch, offset = divmod(first + place, len(self.indices))
+            visits.append(Visit(int(self._permutation(epoch)[offset]), epoch, number, place))
         return visits
 
     def micro_batches(self, number: int, *, count: int) -> list[list[Visit]]:

@@ -45,7 +45,7 @@ class Request:
         entropy: whether replies carry the entropy.
         margin: whether replies carry the margin.
         guidance: classifier-free guidance scale s; logits become u + (s + 1)(c - u), c those of the answered query
-            and u those of its unconditional partner (LLaDA's convention).
+            and u those of its unconditional partner (the convention of arXiv 2502.09992).
         unconditional: [r] queries that are the partners; empty without guidance.
     """
 

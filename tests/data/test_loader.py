@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections import Counter
 from dataclasses import fields
@@ -24,7 +25,7 @@ from lit_refusion.noise import Stream, noise
 from lit_refusion.views import IGNORE, MASK, Batch, View
 from objectives.refusion import ReFusion
 
-OBJECTIVE = ReFusion(slot_sizes=(4, 8), masking="bernoulli", mdm_weight=1.0, eps=1e-3)
+OBJECTIVE = ReFusion(slot_sizes=(4, 8), masking="bernoulli", mdm_weight=1.0, eps=1e-3, complementary=False)
 GLOBAL_BATCH = 8
 MASK_ID = 300
 NAMES = [item.name for item in fields(View)]
@@ -58,6 +59,7 @@ def loader_config(**changes: Any) -> LoaderConfig:
         "validation_fraction": 0.3,
         "max_training_examples": None,
         "max_validation_examples": None,
+        "mask_rates": "independent",
     }
     return LoaderConfig(**{**values, **changes})
 
@@ -312,3 +314,40 @@ def test_uneven_global_batch_is_refused(shards: Shards) -> None:
 def test_everything_held_out_is_refused(shards: Shards) -> None:
     with pytest.raises(UserError, match="no training examples are left"):
         data_module(shards, validation_fraction=0.999999)
+
+
+# Mask rates
+
+
+def first_uniforms(
+    shards: Shards, mask_rates: str, *, world_size: int = 1, micro_batch_size: int = 1
+) -> dict[int, float]:
+    """The first draw that every example of step 1 gets, by example index."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Recorder(ReFusion):
+        def views(self, example: Any, rng: np.random.Generator) -> list[Any]:
+            seen[example.index] = rng.random()
+            return OBJECTIVE.views(example, rng)
+
+    seen: dict[int, float] = {}
+    for rank in range(world_size):
+        data = data_module(
+            shards, rank=rank, world_size=world_size, step=1, steps=2, mask_rates=mask_rates,
+            micro_batch_size=micro_batch_size,
+        )  # fmt: skip
+        data.objective = Recorder(**dataclasses.asdict(OBJECTIVE))
+        list(data.train_dataloader())
+    return seen
+
+
+def test_stratified_rates_fall_one_into_each_slice(shards: Shards) -> None:
+    seen = first_uniforms(shards, "stratified")
+    assert sorted(int(u * GLOBAL_BATCH) for u in seen.values()) == list(range(GLOBAL_BATCH))
+    assert first_uniforms(shards, "stratified", world_size=2, micro_batch_size=2) == seen
+
+
+def test_antithetic_rates_pair_up(shards: Shards) -> None:
+    seen = sorted(first_uniforms(shards, "antithetic").values())
+    np.testing.assert_allclose(np.array(seen) + np.array(seen[::-1]), 1.0)
+    assert seen != sorted(first_uniforms(shards, "independent").values())

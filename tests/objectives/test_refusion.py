@@ -21,7 +21,7 @@ from objectives.refusion import ReFusion
 from tests.conftest import shared_folder
 from tests.reference.refusion_train import arrange_reference, loss_reference
 
-REFUSION = ReFusion(slot_sizes=(4, 8, 16, 32), masking="bernoulli", mdm_weight=1.0, eps=1e-3)
+REFUSION = ReFusion(slot_sizes=(4, 8, 16, 32), masking="bernoulli", mdm_weight=1.0, eps=1e-3, complementary=False)
 EXACT = dataclasses.replace(REFUSION, masking="exact")
 
 
@@ -212,3 +212,13 @@ def test_no_masked_slot_equals_slotwise_autoregression(backbone: Backbone) -> No
 def test_bad_settings_name_the_field(field: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"objective.{field}"):
         dataclasses.replace(REFUSION, **{field: value})
+
+
+def test_complementary_rows_mask_every_slot_once() -> None:
+    objective = dataclasses.replace(REFUSION, complementary=True, slot_sizes=(4,))
+    item = example([1, 2], range(10, 35))
+    for index in range(20):
+        rows = objective.views(item, noise(0, index=index, epoch=0, stream=Stream.TRAIN_NOISE))
+        masked = np.concatenate([row.position_ids[row.input_ids == MASK] for row in rows])
+        assert sorted(masked.tolist()) == list(range(2, 27))
+        assert sum(row.weights[row.term == 0].sum() for row in rows) <= 1 + 1e-6
