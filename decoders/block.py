@@ -120,6 +120,7 @@ class _Response:
             if end is not None:
                 break
         response = self.text[len(self.prompt) :]
+        assert end is not None or (response != MASK).all(), "a token was left hidden"
         revealed = response[response != MASK]
         return Generation(
             tokens=tuple((revealed if end is None else response[: end + 1]).tolist()),

@@ -195,6 +195,7 @@ class _Response:
         )
 
     def _finish(self, end: int | None) -> Generation:
+        assert end is not None or (self.response != MASK).all(), "a token was left hidden"
         revealed = self.response[self.response != MASK]
         return Generation(
             tokens=tuple((revealed if end is None else self.response[: end + 1]).tolist()),

@@ -15,6 +15,7 @@ from lit_refusion.decoder import Decoder
 from lit_refusion.engine.request import Reply, Request, Row, Sampling, visible
 from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation, Step
+from lit_refusion.spec import DiffusionSpec
 from lit_refusion.views import MASK
 
 Certainty = Literal["first_token", "mean_probability", "mean_entropy"]
@@ -82,9 +83,14 @@ class ReFusionDecoder(Decoder):
         """L: the budget rounded up to whole slots."""
         return -(-self.max_new_tokens // self.slot_size) * self.slot_size
 
-    def capacity(self, longest_prompt: int) -> int:
-        """Prompt and canvas: drafts and [MASK]s of a block lie where its tokens will."""
-        return longest_prompt + self.canvas
+    def fit_to(self, spec: DiffusionSpec, *, force: bool = False) -> Decoder:
+        """Refuses slot sizes that the model was not trained with."""
+        if spec.slot_sizes and self.slot_size not in spec.slot_sizes and not force:
+            raise UserError(
+                f"decoder.slot_size={self.slot_size}: it was trained with slots of {list(spec.slot_sizes)}; choose "
+                "one of them, or pass force=true"
+            )
+        return super().fit_to(spec, force=force)
 
     def row(self, prompt: np.ndarray, eos_token_id: int, rng: np.random.Generator) -> Row:
         """Block by block, round by round."""
@@ -285,11 +291,12 @@ class _Response:
         self.steps[-1] = Step(self.steps[-1].kind, tuple(where.tolist()), tuple(flat.tolist()))
 
     def _finish(self) -> Generation:
+        assert self.is_over or (self.response != MASK).all(), "a slot was left undecoded"
         uncut = self.response[self.response != MASK]
         end = _first(uncut == self.eos)
-        is_cut = self.settings.stop_at_eos and end is not None
+        kept = uncut[: end + 1] if self.settings.stop_at_eos and end is not None else uncut
         return Generation(
-            tokens=tuple(uncut[: end + 1].tolist() if is_cut and end is not None else uncut.tolist()),
+            tokens=tuple(kept[: self.settings.max_new_tokens].tolist()),
             uncut_tokens=tuple(uncut.tolist()),
             forward_passes=len(self.steps),
             stop="length" if end is None else "eos",

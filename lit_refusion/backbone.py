@@ -88,10 +88,12 @@ class BackboneConfig:
 class Backbone(nn.Module):
     """An unmodified Hugging Face causal LM with RoPE, and the ids that go with it."""
 
-    def __init__(self, model: PreTrainedModel, *, mask_token_id: int, attention: AttentionBackend) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, mask_token_id: int, eos_token_id: int | None, attention: AttentionBackend
+    ) -> None:
         super().__init__()
         self.model = model
-        self.mask_token_id = mask_token_id
+        self.mask_token_id, self._eos_token_id = mask_token_id, eos_token_id
         self.attention_backend = attention
 
     @classmethod
@@ -111,7 +113,7 @@ class Backbone(nn.Module):
 
         Args:
             path_or_id: folder, or hub id (network).
-            tokenizer: used to find a row for [MASK]; not needed where the id is given or in the model's config.
+            tokenizer: gives the end-of-sequence id and, where none is known, a row for [MASK].
             mask_token_id: id of [MASK]; None to find one, see `choose_mask_token`.
             dtype: dtype of the weights; fp32 on CPU, where bf16 is emulated and hundreds of times slower.
             device: where the weights go.
@@ -128,7 +130,8 @@ class Backbone(nn.Module):
         )
         mask_token_id = choose_mask_token(model, tokenizer, mask_token_id)
         model.to(device)  # type: ignore[arg-type]
-        return cls(model, mask_token_id=mask_token_id, attention=attention)
+        eos_token_id = _eos_token_id(model, tokenizer)
+        return cls(model, mask_token_id=mask_token_id, eos_token_id=eos_token_id, attention=attention)
 
     @classmethod
     def from_architecture(
@@ -150,7 +153,12 @@ class Backbone(nn.Module):
             seed: seed of the initial weights.
         """
         model = make_fresh(architecture, tokenizer, attention=attention, seed=seed)
-        return cls(model, mask_token_id=choose_mask_token(model, tokenizer, mask_token_id), attention=attention)
+        return cls(
+            model,
+            mask_token_id=choose_mask_token(model, tokenizer, mask_token_id),
+            eos_token_id=_eos_token_id(model, tokenizer),
+            attention=attention,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -159,12 +167,10 @@ class Backbone(nn.Module):
 
     @property
     def eos_token_id(self) -> int:
-        """The end-of-sequence id (the first one where the config has several)."""
-        eos = self.model.config.eos_token_id
-        eos = eos[0] if isinstance(eos, (list, tuple)) else eos
-        if eos is None:
-            raise UserError("the model's config has no eos_token_id; add it to config.json")
-        return eos
+        """The end-of-sequence id that decoders stop at: the one that training appends."""
+        if self._eos_token_id is None:
+            raise UserError("the model's config has no eos_token_id; add it to config.json, or load with a tokenizer")
+        return self._eos_token_id
 
     @property
     def device(self) -> torch.device:
@@ -217,3 +223,9 @@ class Backbone(nn.Module):
     def logits(self, rows: Tensor) -> Tensor:
         """[M, D] hidden states to [M, V] logits, only for the rows asked for."""
         return self.model.get_output_embeddings()(rows)
+
+
+def _eos_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    """The tokenizer's end-of-sequence id, which training appends; the config may name others first (Llama 3)."""
+    eos = model.config.eos_token_id if tokenizer is None else tokenizer.eos_token_id
+    return eos[0] if isinstance(eos, (list, tuple)) else eos

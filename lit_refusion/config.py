@@ -80,6 +80,8 @@ def _one_line(error: Exception, extra_folder: str | None) -> str:
         name, choice = group.groups()
         known = ", ".join(choices(name, extra_folder=extra_folder)) or "nothing"
         return f"{name}={choice}: no such choice; {name} takes {known}"
+    if "multirun" in text:
+        return f"{text.split(' ')[0]}: give one value; a list goes in brackets, [a,b]"
     key = re.search(r"Could not override '([^']+)'", text)
     if key:
         return f"unknown setting {key.group(1)}; --show-config prints what there is (++KEY=VALUE adds to an open group)"

@@ -45,9 +45,14 @@ class Decoder(ABC):
     def row(self, prompt: np.ndarray, eos_token_id: int, rng: np.random.Generator) -> Row:
         """Decode one prompt of [P] ids, P >= 1, as a generator of requests; `rng` is for choices among positions."""
 
+    @property
+    def canvas(self) -> int:
+        """Response positions that may be decoded: the budget, or what the method rounds it up to."""
+        return self.max_new_tokens
+
     def capacity(self, longest_prompt: int) -> int:
         """Buffer places that a row needs, scratch included."""
-        return longest_prompt + self.max_new_tokens
+        return longest_prompt + self.canvas
 
     def generate(
         self,

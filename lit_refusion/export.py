@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lit_refusion.backbone import Backbone
+from lit_refusion.chat import PromptFormat
 from lit_refusion.errors import UserError, first_line
-from lit_refusion.module import RECORD_KEY
 from lit_refusion.objective import Objective
+from lit_refusion.run_folder import BEST, LAST, RECORD_KEY, TOKENIZER, checkpoint_path, load_checkpoint
+from lit_refusion.schema import build
 from lit_refusion.spec import DiffusionSpec
 from lit_refusion.tokenizer import load_tokenizer
-from lit_refusion.training import TOKENIZER
 
 MODEL_PREFIX = "backbone.model."
 DType = Literal["auto", "float32", "bfloat16"]
@@ -46,10 +46,9 @@ def export(config: ExportConfig) -> Path:
     if out.exists():
         raise UserError(f"out={out}: it exists already; remove it or choose another folder")
     run = Path(config.run)
-    folder = run / "checkpoints"
-    if config.checkpoint == "best" and not (folder / "best.ckpt").exists() and (folder / "last.ckpt").exists():
-        raise UserError(f"checkpoint=best: {run} was trained without validation; export checkpoint=last")
-    path = folder / f"{config.checkpoint}.ckpt"
+    path = checkpoint_path(run, config.checkpoint)
+    if config.checkpoint == BEST and not path.exists() and checkpoint_path(run, LAST).exists():
+        raise UserError(f"checkpoint=best: {run} has not been validated yet; export checkpoint=last")
     checkpoint = load_checkpoint(path)
     record = checkpoint[RECORD_KEY]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**record["model_config"]))
@@ -65,7 +64,10 @@ def export(config: ExportConfig) -> Path:
         model = model.to(getattr(torch, config.dtype))
     model.config.diffusion_spec = record["spec"]
     model.config.mask_token_id = record["spec"]["mask_token_id"]
+    model.config.prompt_format = record["prompt_format"]
     tokenizer = load_tokenizer(run / TOKENIZER)
+    for settings in (model.config, model.generation_config):  # the end that was trained, whatever the base said
+        settings.eos_token_id = tokenizer.eos_token_id
     temporary = out.with_name(f".{out.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -80,23 +82,6 @@ def export(config: ExportConfig) -> Path:
     return out
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint as plain data (tensors and containers only: nothing in it is run).
-
-    Raises:
-        UserError: missing, damaged, or not from this project.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such checkpoint; is run=... the folder of a training run?")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path}: damaged or not a checkpoint; choose the run's other checkpoint") from error
-    if not isinstance(checkpoint, dict) or RECORD_KEY not in checkpoint:
-        raise UserError(f"{path}: not a checkpoint of this project (it has no '{RECORD_KEY}' record)")
-    return checkpoint
-
-
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to decode."""
@@ -104,6 +89,7 @@ class LoadedModel:
     backbone: Backbone
     tokenizer: PreTrainedTokenizerBase
     spec: DiffusionSpec
+    prompt_format: PromptFormat
 
 
 def load_model(
@@ -125,6 +111,10 @@ def load_model(
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise UserError(f"device={device}: give cpu or cuda")
+    if (Path(path) / "checkpoints").is_dir() or str(path).endswith(".ckpt"):
+        raise UserError(f"model={path}: this is a training run; export it first: lit-refusion export run=... out=...")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -149,4 +139,12 @@ def load_model(
             raise UserError(f"objective={objective.name}: but model={path} was trained with '{spec.objective}'")
         spec = spec or objective.spec(backbone.mask_token_id)
     assert spec is not None
-    return LoadedModel(backbone, tokenizer, spec)
+    return LoadedModel(backbone, tokenizer, spec, _prompt_format(backbone, origin=path))
+
+
+def _prompt_format(backbone: Backbone, *, origin: str) -> PromptFormat:
+    """How the training prompts were written out; the chat template where the model does not say."""
+    saved = getattr(backbone.model.config, "prompt_format", None)
+    if saved is None:
+        return PromptFormat(style="chat", template_kwargs={})
+    return build(saved, PromptFormat, key=f"{origin}/config.json: prompt_format")

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_refusion.errors import UserError
+from lit_refusion.tokenizer import num_token_ids
 
 TABLE_MULTIPLE = 64
 """Embedding tables are kept at a multiple of this many rows (tensor cores, sharding)."""
@@ -32,7 +33,7 @@ def choose_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             return candidate
     if tokenizer is None:
         raise UserError("backbone.mask_token_id: the model has no tokenizer and no mask token; give its id")
-    spare = len(tokenizer)
+    spare = num_token_ids(tokenizer)
     if spare >= rows:
         _grow(model, spare + 1)
     return spare

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from lit_refusion.errors import UserError, first_line
 from lit_refusion.mask_token import TABLE_MULTIPLE
+from lit_refusion.tokenizer import num_token_ids
 
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
@@ -47,18 +48,19 @@ def make_fresh(
     Raises:
         UserError: unknown or wrong fields, or an unsupported model.
     """
-    fields = {"vocab_size": -(-len(tokenizer) // TABLE_MULTIPLE) * TABLE_MULTIPLE, **architecture}
+    num_tokens = num_token_ids(tokenizer)
+    fields = {"vocab_size": -(-num_tokens // TABLE_MULTIPLE) * TABLE_MULTIPLE, **architecture}
     for name in ("bos", "eos", "pad"):
         fields[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id")
     try:
         config = AutoConfig.for_model(**fields)
-        _check_fields(architecture, config, num_tokens=len(tokenizer))
+        _check_fields(architecture, config, num_tokens=num_tokens)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     except UserError:
         raise
-    except (ValueError, TypeError, ImportError, RuntimeError, StrictDataclassError) as error:
+    except (ValueError, TypeError, KeyError, ImportError, RuntimeError, StrictDataclassError) as error:
         _explain_kernel(error, attention)
         raise UserError(f"backbone.architecture={architecture}: {first_line(error)}") from error
 
@@ -94,6 +96,7 @@ def _explain_kernel(error: Exception, attention: str) -> None:
 
 def _check_fields(architecture: dict[str, Any], config: PretrainedConfig, *, num_tokens: int) -> None:
     """Refuse misspelt fields, which transformers would keep as unused attributes, and sizes that do not fit."""
+    check_architecture(config)
     defaults = type(config)()
     unknown = [name for name in architecture if not hasattr(defaults, name)]
     if unknown:
@@ -106,9 +109,11 @@ def _check_fields(architecture: dict[str, Any], config: PretrainedConfig, *, num
             f"backbone.architecture.vocab_size={config.vocab_size}: the tokenizer has {num_tokens} tokens; "
             "leave the field out to have it sized"
         )
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if getattr(config, name) < 1:
+            raise UserError(f"backbone.architecture.{name}={getattr(config, name)}: must be at least 1")
     heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if groups and heads % groups:
         raise UserError(
             f"backbone.architecture.num_attention_heads={heads}: not a multiple of num_key_value_heads={groups}"
         )
-    check_architecture(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -14,11 +15,24 @@ from lit_refusion.errors import UserError
 from lit_refusion.meter import LossMeter
 from lit_refusion.objective import Loss, Objective
 from lit_refusion.optimizer import OptimizerConfig
+from lit_refusion.run_folder import RECORD_KEY
 from lit_refusion.views import Batch
 
-RECORD_KEY = "lit_refusion"
 SHAPE_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 """Fields of a model's config that tell two models apart before their weights fail to load."""
+
+
+FIXED_SETTINGS = (
+    "seed",
+    "objective",
+    "optimizer",
+    "trainer.global_batch_size",
+    "trainer.gradient_clip",
+    "loader.validation_fraction",
+    "loader.max_training_examples",
+    "loader.mask_rates",
+)
+"""Settings that a resumed run must share with its checkpoint; the others change speed, logging or length."""
 
 
 class TrainingModule(L.LightningModule):
@@ -54,7 +68,7 @@ class TrainingModule(L.LightningModule):
         self.validation_meter = LossMeter(objective.terms)
         self._logged_step = 0
         self._logged_time = self._validation_start = 0.0
-        self._gradient_norm: Tensor | None = None
+        self._gradient_norm: Tensor | float | None = None
         self._learning_rate = 0.0
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -63,7 +77,10 @@ class TrainingModule(L.LightningModule):
         shares = self.trainer.world_size * self.trainer.accumulate_grad_batches
         denominator = self._denominator(batch)
         self.train_meter.update(loss, batch, denominator=denominator / shares)
-        return loss.total / denominator * shares
+        scale = shares
+        if self.trainer.strategy.handles_gradient_accumulation:  # DeepSpeed divides by the accumulation once more
+            scale *= self.trainer.accumulate_grad_batches
+        return loss.total / denominator * scale
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add one validation batch to the sums."""
@@ -103,6 +120,11 @@ class TrainingModule(L.LightningModule):
         figures["learning_rate"] = self._learning_rate
         if self._gradient_norm is not None:
             figures["gradient_norm"] = float(self._gradient_norm)
+        if not math.isfinite(figures["loss"]):
+            raise UserError(
+                f"the training loss is {figures['loss']} at step {self.global_step}; lower optimizer.learning_rate or "
+                "look at the data, and continue from the last checkpoint with resume=auto"
+            )
         self._logged_step, self._logged_time = self.global_step, now
         self._log("train", figures)
 
@@ -121,6 +143,10 @@ class TrainingModule(L.LightningModule):
         Lightning's mixed-precision plugin refuses to clip for a fused optimizer, because of fp16 loss scaling; bf16
         has none.
         """
+        if self.trainer.strategy.handles_gradient_accumulation:  # DeepSpeed clips by its own config
+            engine: Any = self.trainer.model
+            self._gradient_norm = engine.get_global_grad_norm()
+            return
         gradients = [p for p in self.parameters() if p.grad is not None]
         if gradients:
             limit = float("inf") if gradient_clip_val is None else gradient_clip_val
@@ -163,6 +189,10 @@ class TrainingModule(L.LightningModule):
         }
         ours = self.record["model_config"]
         pairs |= {f"model's {name}": (saved["model_config"].get(name), ours.get(name)) for name in SHAPE_FIELDS}
+        pairs |= {
+            f"setting {name}": (_setting(saved["config"], name), _setting(self.record["config"], name))
+            for name in FIXED_SETTINGS
+        }
         for name, (theirs, own) in pairs.items():
             if theirs != own:
                 raise UserError(
@@ -187,3 +217,11 @@ class TrainingModule(L.LightningModule):
     def shown_figures(objective: Objective) -> tuple[str, ...]:
         """Names of the figures for a progress display."""
         return ("loss", *(f"ce/{term}" for term in objective.terms), "tokens_per_second")
+
+
+def _setting(config: dict[str, Any], key: str) -> Any:
+    """The value at a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value

@@ -38,6 +38,13 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.learning_rate <= 0:
             raise UserError(f"optimizer.learning_rate={self.learning_rate}: must be positive")
+        if self.weight_decay < 0 or self.eps <= 0 or not 0 <= self.final_ratio <= 1:
+            raise UserError(
+                f"optimizer.weight_decay={self.weight_decay}, eps={self.eps}, final_ratio={self.final_ratio}: "
+                "weight_decay must not be negative, eps must be positive, final_ratio must lie in [0, 1]"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"optimizer.betas={list(self.betas)}: both must lie in [0, 1)")
         if self.warmup_steps < 0:
             raise UserError(f"optimizer.warmup_steps={self.warmup_steps}: must not be negative")
 

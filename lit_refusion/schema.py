@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import math
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -81,6 +82,8 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
         return build(value, hint, key=key)  # type: ignore[arg-type]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is float and is_number:
+        if not math.isfinite(value):
+            raise UserError(f"{key}={value}: must be finite")
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise _wrong_type(key, value, {int: "a whole number", float: "a number", str: "text"}.get(hint, hint.__name__))
@@ -102,7 +105,7 @@ def _coerce_union(value: Any, options: tuple[Any, ...], key: str) -> Any:
 
 def _coerce_tuple(value: Any, args: tuple[Any, ...], key: str) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
-        raise _wrong_type(key, value, "a list, for example [4,8]")
+        raise _wrong_type(key, value, "a list in brackets, for example [4,8] or [a,b]")
     if len(args) == 2 and args[1] is Ellipsis:
         args = (args[0],) * len(value)
     if len(value) != len(args):

@@ -43,3 +43,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         "special": [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows that an embedding table needs: the largest id plus one; ids may have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1

@@ -3,84 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_refusion.backbone import BackboneConfig
 from lit_refusion.callbacks.interrupt import StopGracefully
 from lit_refusion.data.loader import DataModule, LoaderConfig
 from lit_refusion.data.shards import Shards
-from lit_refusion.errors import UserError, first_line
+from lit_refusion.errors import UserError
 from lit_refusion.mask_token import check_mask_not_in_data
-from lit_refusion.metrics_file import CsvMetrics
 from lit_refusion.module import TrainingModule
 from lit_refusion.objective import Objective
 from lit_refusion.optimizer import OptimizerConfig
-from lit_refusion.progress import LineLogger, ProgressBar
+from lit_refusion.run_folder import LAST, TOKENIZER, checkpoint_path, resume_point
 from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
-
-LAST, BEST, TOKENIZER = "last", "best", "tokenizer"
-POSITIVE_SETTINGS = ("max_steps", "epochs", "global_batch_size", "gradient_clip", "validate_every", "log_every",
-                     "checkpoint_every", "num_nodes")  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """How long to train and on what.
-
-    Args:
-        max_steps: optimizer steps; null where `epochs` is given.
-        epochs: passes over the training examples; null where `max_steps` is given.
-        global_batch_size: examples per optimizer step, over all devices and accumulated micro-batches.
-        gradient_clip: largest gradient norm; null for none.
-        validate_every: steps between validations.
-        log_every: steps between logged figures.
-        checkpoint_every: steps between saves of the last state.
-        precision: "auto" is fp32 on CPU and bf16 on CUDA.
-        accelerator: "auto", "cpu" or "gpu".
-        devices: devices per node, or "auto".
-        num_nodes: machines.
-        strategy: a Lightning strategy, for example ddp or deepspeed_stage_2.
-        loggers: any of csv, tensorboard, wandb.
-        progress: "auto" is a bar in a terminal and lines elsewhere.
-    """
-
-    max_steps: int | None
-    epochs: float | None
-    global_batch_size: int
-    gradient_clip: float | None
-    validate_every: int
-    log_every: int
-    checkpoint_every: int
-    precision: Literal["auto", "32-true", "bf16-mixed", "bf16-true"]
-    accelerator: Literal["auto", "cpu", "gpu"]
-    devices: int | str
-    num_nodes: int
-    strategy: str
-    loggers: tuple[Literal["csv", "tensorboard", "wandb"], ...]
-    progress: Literal["auto", "rich", "lines", "none"]
-
-    def __post_init__(self) -> None:
-        if (self.max_steps is None) == (self.epochs is None):
-            raise UserError(
-                f"trainer: give exactly one of trainer.max_steps={self.max_steps} and trainer.epochs={self.epochs}"
-            )
-        if self.devices != "auto" and not (isinstance(self.devices, int) and self.devices > 0):
-            raise UserError(f"trainer.devices={self.devices}: give a number of devices, at least 1, or auto")
-        for name in POSITIVE_SETTINGS:
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UserError(f"trainer.{name}={value}: must be positive")
+from lit_refusion.trainer import TrainerConfig, make_trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +68,14 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
     Raises:
         UserError: config, data and model do not fit together.
     """
+    if not config.run or config.seed < 0:
+        raise UserError(f"run={config.run!r}, seed={config.seed}: give a folder, and a seed that is not negative")
     run = Path(config.run)
-    resume_from = _resume_point(run, config.resume)
+    resume_from = resume_point(run, config.resume)
     shards = Shards(config.data)
-    tokenizer_path = config.backbone.path or shards.folder / "tokenizer"
+    tokenizer_path = config.backbone.path or shards.folder / TOKENIZER
+    if config.backbone.path is None and not Path(tokenizer_path).is_dir():
+        raise UserError(f"{tokenizer_path}: missing; prepare the data again")
     tokenizer = load_tokenizer(
         tokenizer_path,
         gguf_file=config.backbone.gguf_file,
@@ -161,6 +106,7 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         "data_fingerprint": shards.manifest.content_fingerprint,
         "tokenizer_fingerprint": shards.manifest.tokenizer_fingerprint,
         "model_config": backbone.model.config.to_dict(),
+        "prompt_format": shards.manifest.prompt_format,
     }
     module = TrainingModule(
         backbone,
@@ -171,8 +117,8 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         record=record,
     )
     run.mkdir(parents=True, exist_ok=True)
-    stop = StopGracefully(run / "checkpoints" / f"{LAST}.ckpt")
-    trainer = _trainer(config.trainer, data, run=run, max_steps=max_steps, stop=stop)
+    stop = StopGracefully(checkpoint_path(run, LAST))
+    trainer = make_trainer(config.trainer, data, run=run, max_steps=max_steps, stop=stop)
     if trainer.is_global_zero:
         (run / "config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
         tokenizer.save_pretrained(run / TOKENIZER)
@@ -190,19 +136,6 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
     score = trainer.callback_metrics.get("val/loss")
     loss = None if score is None else float(score)
     return TrainResult(run, trainer.global_step, stop.was_stopped, loss, trainer.is_global_zero)
-
-
-def _resume_point(run: Path, resume: str | None) -> Path | None:
-    if run.exists() and not run.is_dir():
-        raise UserError(f"run={run}: it is a file; choose a folder")
-    last = run / "checkpoints" / f"{LAST}.ckpt"
-    if resume == "auto" and last.exists() and not zipfile.is_zipfile(last):
-        raise UserError(f"{last}: damaged; put another checkpoint in its place, or choose another run folder")
-    if resume is None and last.exists():
-        raise UserError(
-            f"run={run}: it holds a checkpoint already; continue it with resume=auto, or choose another run"
-        )
-    return last if resume == "auto" and last.exists() else None
 
 
 def _check_tokenizer(fingerprint: str, shards: Shards, tokenizer_path: str | Path) -> None:
@@ -225,81 +158,6 @@ def _check_window(shards: Shards, max_length: int | None, loader: LoaderConfig) 
             f"loader.max_row_length={loader.max_row_length} is shorter than the longest example ({longest} tokens); "
             "raise it"
         )
-
-
-def _trainer(config: TrainerConfig, data: DataModule, *, run: Path, max_steps: int, stop: StopGracefully) -> L.Trainer:
-    on_cuda = torch.cuda.is_available() and config.accelerator != "cpu"
-    precision = ("bf16-mixed" if on_cuda else "32-true") if config.precision == "auto" else config.precision
-    devices: Any = config.devices
-    world_size = config.num_nodes * _devices_per_node(config, on_cuda)
-    micro_batches = data.num_micro_batches(world_size)
-    has_validation = len(data.validation_indices) > 0
-    progress = ("rich" if sys.stdout.isatty() else "lines") if config.progress == "auto" else config.progress
-    loggers = [_logger(name, run) for name in config.loggers]
-    if progress == "lines":
-        loggers.append(LineLogger(max_steps, TrainingModule.shown_figures(data.objective)))
-    try:
-        return L.Trainer(
-            max_steps=max_steps,
-            accumulate_grad_batches=micro_batches,
-            gradient_clip_val=config.gradient_clip,
-            val_check_interval=min(config.validate_every, max_steps) * micro_batches if has_validation else None,
-            check_val_every_n_epoch=None,
-            limit_val_batches=None if has_validation else 0,
-            num_sanity_val_steps=0,
-            log_every_n_steps=1,
-            precision=precision,
-            accelerator=config.accelerator,
-            devices=1 if devices == "auto" and not on_cuda else devices,
-            num_nodes=config.num_nodes,
-            strategy=config.strategy,
-            use_distributed_sampler=False,
-            logger=loggers,
-            callbacks=[
-                *_checkpoints(config, run, has_validation=has_validation),
-                stop,
-                *([ProgressBar()] if progress == "rich" else []),
-            ],
-            enable_progress_bar=progress == "rich",
-            enable_model_summary=False,
-            default_root_dir=run,
-        )
-    except (ValueError, MisconfigurationException) as error:
-        names = ("strategy", "accelerator", "devices", "num_nodes", "precision")
-        given = ", ".join(f"trainer.{name}={getattr(config, name)}" for name in names)
-        raise UserError(f"{given}: Lightning refuses these settings: {first_line(error)}") from error
-
-
-def _devices_per_node(config: TrainerConfig, on_cuda: bool) -> int:
-    if isinstance(config.devices, int):
-        return config.devices
-    return torch.cuda.device_count() if on_cuda else 1
-
-
-def _checkpoints(config: TrainerConfig, run: Path, *, has_validation: bool) -> list[Callback]:
-    folder = run / "checkpoints"
-    last = ModelCheckpoint(
-        folder, LAST, every_n_train_steps=config.checkpoint_every, enable_version_counter=False, save_top_k=1
-    )
-    if not has_validation:
-        return [last]
-    best = ModelCheckpoint(
-        folder, BEST, monitor="val/loss", enable_version_counter=False, save_on_train_epoch_end=False
-    )
-    return [last, best]
-
-
-def _logger(name: str, run: Path) -> Logger:
-    if name == "csv":
-        return CsvMetrics(run / "metrics.csv")
-    if name == "tensorboard":
-        return TensorBoardLogger(run, name="", version="tensorboard")
-    try:
-        import wandb  # noqa: F401
-        from lightning.pytorch.loggers import WandbLogger
-    except ImportError as error:
-        raise UserError("trainer.loggers: wandb needs an extra: pip install 'lit-refusion[wandb]'") from error
-    return WandbLogger(save_dir=run, name=run.name)
 
 
 def _header(config: TrainConfig, *, spec: dict[str, Any], backbone: Any, data: DataModule, max_steps: int) -> str:

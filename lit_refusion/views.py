@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -53,43 +53,6 @@ class View:
         return len(self.input_ids)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Views padded or packed into rows; all tensors [B, T].
-
-    Args:
-        segment_ids: int64; 0 = padding, 1.. = document of a packed row. The only source of token validity.
-        mask_rate: float32, noise level of the token's example, NaN where undefined.
-        num_examples: examples of the whole optimizer step (or of the whole validation set): a denominator.
-        num_response_tokens: response tokens of the same: the other denominator.
-    The remaining tensors are the fields of `View`.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    targets: torch.Tensor
-    weights: torch.Tensor
-    term: torch.Tensor
-    block: torch.Tensor
-    noisy: torch.Tensor
-    mask_rate: torch.Tensor
-    segment_ids: torch.Tensor
-    num_examples: int
-    num_response_tokens: int
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on another device."""
-        return replace(self, **{k: v.to(device, non_blocking=non_blocking) for k, v in self._tensors().items()})
-
-    def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory (called by the DataLoader)."""
-        return replace(self, **{k: v.pin_memory() for k, v in self._tensors().items()})
-
-    def _tensors(self) -> dict[str, Any]:
-        pairs = [(item.name, getattr(self, item.name)) for item in fields(self)]
-        return {name: value for name, value in pairs if isinstance(value, torch.Tensor)}
-
-
 _FILL = {
     "input_ids": (np.int64, 0),
     "position_ids": (np.int64, 0),
@@ -101,6 +64,55 @@ _FILL = {
     "mask_rate": (np.float32, np.nan),
     "segment_ids": (np.int64, 0),
 }
+
+
+class Batch:
+    """Views padded or packed into rows; all tensors [B, T].
+
+    A plain class rather than a dataclass: precision plugins rebuild dataclasses and would round `weights` to bf16.
+
+    Args:
+        segment_ids: int64; 0 = padding, 1.. = document of a packed row. The only source of token validity.
+        mask_rate: float32, noise level of the token's example, NaN where undefined.
+        num_examples: examples of the whole optimizer step (or of the whole validation set): a denominator.
+        num_response_tokens: response tokens of the same: the other denominator.
+    The remaining tensors are the fields of `View`.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+        term: torch.Tensor,
+        block: torch.Tensor,
+        noisy: torch.Tensor,
+        mask_rate: torch.Tensor,
+        segment_ids: torch.Tensor,
+        num_examples: int,
+        num_response_tokens: int,
+    ) -> None:
+        self.input_ids, self.position_ids, self.targets = input_ids, position_ids, targets
+        self.weights, self.term, self.mask_rate = weights, term, mask_rate
+        self.block, self.noisy, self.segment_ids = block, noisy, segment_ids
+        self.num_examples, self.num_response_tokens = num_examples, num_response_tokens
+
+    def replace(self, **changes: Any) -> Batch:
+        """The same batch with some fields changed."""
+        return Batch(**{**vars(self), **changes})
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch on another device."""
+        return self.replace(**{k: v.to(device, non_blocking=non_blocking) for k, v in self._tensors().items()})
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory (called by the DataLoader)."""
+        return self.replace(**{k: v.pin_memory() for k, v in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name) for name in _FILL}
 
 
 def collate(

@@ -162,7 +162,7 @@ def hidden_states(backbone: Backbone, batch: Batch, attention: Attention) -> tor
 def test_documents_and_padding_do_not_leak(backbone: Backbone, rule: str, changed: int) -> None:
     batch = make_batch([[6, 5]], pad_to=16)  # segments 1, 2 and padding 0
     is_changed = batch.segment_ids == changed
-    other = dataclasses.replace(batch, input_ids=torch.where(is_changed, batch.input_ids + 1, batch.input_ids))
+    other = batch.replace(input_ids=torch.where(is_changed, batch.input_ids + 1, batch.input_ids))
 
     before, after = (hidden_states(backbone, item, RULES[rule]) for item in (batch, other))
 
@@ -187,7 +187,7 @@ def test_packed_document_equals_the_document_alone(backbone: Backbone, rule: str
 def test_causal_rows_do_not_see_what_follows(backbone: Backbone) -> None:
     batch = make_batch([[12]])
     is_changed = torch.arange(12)[None] >= 7
-    other = dataclasses.replace(batch, input_ids=torch.where(is_changed, batch.input_ids + 1, batch.input_ids))
+    other = batch.replace(input_ids=torch.where(is_changed, batch.input_ids + 1, batch.input_ids))
 
     for attention, is_seen in ((CAUSAL, False), (FULL, True)):
         before, after = (hidden_states(backbone, item, attention)[:, :7] for item in (batch, other))

@@ -281,7 +281,7 @@ def test_weights_of_another_shape_are_refused(backbone: Backbone, tmp_path: Path
 
 
 def test_model_without_eos_says_so(backbone: Backbone) -> None:
-    backbone.model.config.eos_token_id = None
+    backbone._eos_token_id = None
 
     with pytest.raises(UserError, match="eos_token_id"):
         _ = backbone.eos_token_id

@@ -151,7 +151,7 @@ ERRORS: dict[str, tuple[list[str], list[str]]] = {
         [*GENERATE, "decoder.max_new_tokens=250"],
         ["decoder.max_new_tokens=250", "window of 256", "shorten the prompt"],
     ),
-    "no prompt": ([*GENERATE, "prompt=", "prompt_format.style=plain"], ["prompt: it has no tokens", "give some"]),
+    "no prompt": ([*GENERATE, "prompt=", "prompt_style=plain"], ["prompt: it has no tokens", "give some"]),
     "example longer than the window": (
         [*TRAIN, "backbone.architecture.max_position_embeddings=16"],
         ["{data}", "window is 16", "data.max_length=16"],

@@ -128,7 +128,7 @@ def test_batch_equals_singles(objective: Objective, backbone: Backbone) -> None:
 def test_padding_content_changes_nothing(objective: Objective, backbone: Backbone) -> None:
     one = batch([[view] for view in views(objective)], backbone)
     ids = torch.where(one.segment_ids == 0, 77, one.input_ids)
-    two = dataclasses.replace(one, input_ids=ids, position_ids=torch.where(one.segment_ids == 0, 5, one.position_ids))
+    two = one.replace(input_ids=ids, position_ids=torch.where(one.segment_ids == 0, 5, one.position_ids))
     with torch.no_grad():
         first, second = (objective.loss(backbone, item, step=0) for item in (one, two))
     torch.testing.assert_close(first.token_loss, second.token_loss, atol=1e-5, rtol=1e-5)

@@ -94,7 +94,7 @@ def assert_same_weights(folder: Path, expected: dict[str, torch.Tensor]) -> None
 
 def test_transformers_loads_the_best_checkpoint_unchanged(run: Path, exported: Path) -> None:
     assert_same_weights(exported, weights_of(run, "best"))
-    assert checkpoint_of(run, "best")["global_step"] == 2
+    assert checkpoint_of(run, "best")["global_step"] == 3
 
 
 def test_last_checkpoint_can_be_chosen(run: Path, tmp_path: Path) -> None:
@@ -335,7 +335,9 @@ def test_decoded_text_is_printed_as_it_is(
     tokenizer = copy.copy(model.tokenizer)
     tokenizer.decode = lambda *_, **__: "x[1:100:5] [bold]"  # type: ignore[method-assign]
     monkeypatch.setattr(
-        generate_command, "load_model", lambda *_, **__: LoadedModel(model.backbone, tokenizer, model.spec)
+        generate_command,
+        "load_model",
+        lambda *_, **__: LoadedModel(model.backbone, tokenizer, model.spec, model.prompt_format),
     )
 
     assert main(["generate", f"model={exported}", f"prompt={PROMPT}", "decoder.max_new_tokens=8"]) == 0

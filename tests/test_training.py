@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from lit_refusion.cli import main
-from lit_refusion.export import load_checkpoint
-from lit_refusion.module import RECORD_KEY, TrainingModule
+from lit_refusion.module import TrainingModule
+from lit_refusion.run_folder import RECORD_KEY, load_checkpoint
 from tests.conftest import ARCHITECTURES, REPOSITORY
 
 OBJECTIVES = ["refusion", "ar"]
@@ -180,7 +180,14 @@ def test_checkpoint_and_run_folder_tell_how_they_were_made(reference: tuple[str,
     assert record["config"] == json.loads((folder / "config.json").read_text())
     assert record["config"]["seed"] == 3
     assert record["spec"]["objective"] == {"ar": "autoregressive"}.get(objective, objective)
-    assert set(record) == {"config", "spec", "data_fingerprint", "tokenizer_fingerprint", "model_config"}
+    assert set(record) == {
+        "config",
+        "spec",
+        "data_fingerprint",
+        "tokenizer_fingerprint",
+        "model_config",
+        "prompt_format",
+    }
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
     assert (folder / "tokenizer" / "tokenizer.json").is_file()
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
@@ -205,3 +212,99 @@ def test_validation_noise_is_fixed(data: Path, tmp_path: Path) -> None:
     run(*command(data, tmp_path / "run", "refusion", "optimizer.learning_rate=1e-20", "optimizer.final_ratio=1.0"))
     losses = {row["val/loss"] for row in metrics(tmp_path / "run") if row.get("val/loss")}
     assert len(losses) == 1
+
+
+def test_a_group_interrupt_with_workers_leaves_a_checkpoint(data: Path, tmp_path: Path) -> None:
+    """A terminal's Ctrl-C reaches the loader's workers as well; they must serve the step to its end."""
+    extra = ["loader.num_workers=2", "loader.micro_batch_size=1", "trainer.max_steps=100000", "trainer.progress=lines"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lit_refusion.cli", *command(data, tmp_path / "run", "refusion", *extra)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("train step 2/"):
+            os.killpg(process.pid, signal.SIGINT)
+            break
+    rest = process.stdout.read()
+    assert process.wait() == 130, rest
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] >= 2
+
+
+def test_a_signal_to_one_rank_stops_all(data: Path, tmp_path: Path) -> None:
+    extra = ["trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=100000", "trainer.progress=lines"]
+    arguments = command(data, tmp_path / "run", "refusion", *extra, "loader.micro_batch_size=4")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lit_refusion.cli", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.startswith("train step 2/"):
+                process.send_signal(signal.SIGTERM)  # rank 0 alone
+                break
+        output, _ = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130, output
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] >= 2
+
+
+def test_the_final_state_is_validated(data: Path, tmp_path: Path) -> None:
+    run(*command(data, tmp_path / "run", "ar", "trainer.max_steps=5", "trainer.validate_every=3"))
+    assert [int(row["step"]) for row in metrics(tmp_path / "run") if row["val/loss"]] == [3, 5]
+
+
+@pytest.mark.parametrize("change", ["seed=4", "optimizer.learning_rate=0.5", "trainer.global_batch_size=16"])
+def test_resume_refuses_another_run(
+    reference: tuple[str, Path], data: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    objective, folder = reference
+    assert main(command(data, folder, objective, "resume=auto", "trainer.max_steps=8", change)) == 2
+    assert f"setting {change.split('=')[0].split('.l')[0]}" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = TrainingModule.training_step
+    monkeypatch.setattr(
+        TrainingModule,
+        "training_step",
+        lambda self, batch, number: original(self, batch.replace(weights=batch.weights * float("nan")), number),
+    )
+    assert main(command(data, tmp_path / "run", "ar")) == 2
+    assert "the training loss is nan at step 1" in capsys.readouterr().err
+
+
+def test_deepspeed_divides_by_the_accumulation_once_more(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A strategy that accumulates by itself gets a loss that is larger by the accumulation."""
+    losses: dict[bool, float] = {}
+    original = TrainingModule.training_step
+
+    def recording(self: TrainingModule, batch: Any, batch_idx: int) -> Any:
+        for handles in (False, True):
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    type(self.trainer.strategy),
+                    "handles_gradient_accumulation",
+                    property(lambda _, value=handles: value),
+                )
+                losses.setdefault(handles, float(original(self, batch, batch_idx)))
+        return original(self, batch, batch_idx)
+
+    monkeypatch.setattr(TrainingModule, "training_step", recording)
+    run(*command(data, tmp_path / "run", "ar", "loader.micro_batch_size=2", "trainer.max_steps=1"))
+    assert losses[True] == pytest.approx(4 * losses[False])

@@ -34,10 +34,15 @@ class StopGracefully(L.Callback):
             self._previous[number] = signal.signal(number, self._request)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Stop at the end of the step that was under way."""
-        if self.was_stopped and trainer.fit_loop._should_accumulate() is False:
-            trainer.should_stop = True
-            trainer.limit_val_batches = 0  # Lightning would validate once more, and the machine may be going away
+        """Stop at the end of the step that was under way, on all ranks if a signal reached one."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        if trainer.world_size > 1:
+            self.was_stopped = trainer.strategy.reduce_boolean_decision(self.was_stopped, all=False)
+        if self.was_stopped:
+            trainer.limit_val_batches = 0  # Lightning validates when it stops, but the machine may be going away
+        if self.was_stopped or trainer.global_step >= trainer.max_steps:
+            trainer.should_stop = True  # so the final state is validated, whatever the interval
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save the state that training ended in."""

@@ -63,6 +63,11 @@ class DemoConfig:
     train: tuple[str, ...]
     arms: dict[str, Arm]
 
+    def __post_init__(self) -> None:
+        for name in ("num_train", "num_heldout", "num_singles"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the stages; what an earlier run finished is kept."""
@@ -148,17 +153,7 @@ def _decode(settings: DemoConfig, folder: Path, problems: list[dict[str, str]]) 
         model = load_model(str(out), objective=None)
         config: dict[str, Any] = load_config("generate", [f"model={out}", "prompt=-", *arm.generate])
         decoder = build(config["decoder"], Decoder, key="decoder")
-        settings_data = build(load_config("prepare", ["data=demo"])["data"], PrepareConfig, key="data")
-        scores.append(
-            score(
-                name,
-                model,
-                decoder,
-                problems,
-                prompt_format=settings_data.prompt_format,
-                num_singles=settings.num_singles,
-            )
-        )
+        scores.append(score(name, model, decoder, problems, num_singles=settings.num_singles))
     return scores
 
 

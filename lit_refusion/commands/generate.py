@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -34,7 +35,8 @@ class GenerateConfig:
         dtype: auto, float32 or bfloat16.
         force: decode although decoder and model do not fit.
         trust_remote_code: run code that comes with the model.
-        prompt_format: how the prompt is written out.
+        prompt_style: "chat" or "plain"; null for the way that the model was trained.
+        template_kwargs: variables of the chat template; null for those that the model was trained with.
     """
 
     model: str
@@ -46,7 +48,8 @@ class GenerateConfig:
     dtype: DType
     force: bool
     trust_remote_code: bool
-    prompt_format: PromptFormat
+    prompt_style: Literal["chat", "plain"] | None
+    template_kwargs: dict[str, Any] | None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,9 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
     preset = [] if settings.decoder else [f"decoder={fitting_preset(model.spec, arguments.config_dir)}"]
     config = load_config("generate", [*preset, *overrides], extra_folder=arguments.config_dir)
     decoder = build(config["decoder"], Decoder, key="decoder").fit_to(model.spec, force=settings.force)
-    settings.prompt_format.check(model.tokenizer)
+    trained = model.prompt_format
+    prompt_format = PromptFormat(
+        style=settings.prompt_style or trained.style,
+        template_kwargs=trained.template_kwargs if settings.template_kwargs is None else settings.template_kwargs,
+    )
+    prompt_format.check(model.tokenizer)
     messages = [{"role": "user", "content": settings.prompt}]
-    prompt = settings.prompt_format.encode_prompts(model.tokenizer, [messages])[0]
+    prompt = prompt_format.encode_prompts(model.tokenizer, [messages])[0]
     check_window(len(prompt), decoder, model.backbone.max_length)
 
     start = time.perf_counter()
@@ -85,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(
         f"{len(generation.tokens)} tokens, {generation.forward_passes} forward passes "
         f"({generation.tokens_per_forward:.2f} tokens per pass), {len(generation.tokens) / seconds:.1f} tokens/s, "
-        f"stopped by {generation.stop}",
+        f"stopped by {generation.stop}" + "".join(f", {name} {v:.2f}" for name, v in generation.statistics.items()),
         style="dim",
     )
     return 0
@@ -108,7 +116,7 @@ def check_window(prompt_length: int, decoder: Decoder, max_length: int | None) -
     """Refuse a prompt that does not fit into the model's window together with the response."""
     if prompt_length == 0:
         raise UserError("prompt: it has no tokens; give some text")
-    if max_length is not None and prompt_length + decoder.max_new_tokens > max_length:
+    if max_length is not None and prompt_length + decoder.canvas > max_length:
         raise UserError(
             f"prompt: {prompt_length} tokens and decoder.max_new_tokens={decoder.max_new_tokens} exceed the model's "
             f"window of {max_length}; shorten the prompt or lower decoder.max_new_tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -239,7 +240,13 @@ class DataModule(L.LightningDataModule):
             num_workers=self.config.num_workers,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.config.num_workers > 0,
+            worker_init_fn=_ignore_interrupt,
         )
+
+
+def _ignore_interrupt(worker: int) -> None:
+    """Ctrl-C reaches the whole process group; workers go on serving until the step that is under way has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _smallest_keys(indices: np.ndarray, shards: Shards, count: int | None) -> np.ndarray:

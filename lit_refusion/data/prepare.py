@@ -22,7 +22,7 @@ from lit_refusion.chat import PromptFormat, encode, encode_responses
 from lit_refusion.data.records import BadRecordError, Conversation, Source, parse_record, read_records
 from lit_refusion.data.shards import INDEX_DTYPE, Manifest, array_offsets
 from lit_refusion.errors import UserError
-from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
+from lit_refusion.tokenizer import load_tokenizer, num_token_ids, tokenizer_fingerprint
 
 TOKENIZE_BATCH = 256
 LISTED_ERRORS = 10
@@ -74,8 +74,11 @@ def prepare(config: PrepareConfig, *, progress: Progress | None = None) -> Prepa
     for name in ("max_length", "examples_per_shard"):
         if getattr(config, name) < 1:
             raise UserError(f"data.{name}={getattr(config, name)}: must be at least 1")
-    if not config.sources:
-        raise UserError("data.sources: give at least one source")
+    if not config.sources or not all(source.files for source in config.sources):
+        raise UserError("data.sources: give at least one source, and at least one file for each")
+    names = [source.name for source in config.sources]
+    if len(set(names)) < len(names):
+        raise UserError(f"data.sources: the names {names} must differ")
     tokenizer = load_tokenizer(config.tokenizer)
     config.prompt_format.check(tokenizer)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +115,7 @@ class _Writer:
 
     def __init__(self, config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         self.config, self.tokenizer, self.folder = config, tokenizer, folder
-        num_ids = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
+        num_ids = num_token_ids(tokenizer)
         self.dtype = np.dtype(np.uint16 if max(num_ids - 1, config.max_length) < 2**16 else np.uint32)
         self.token_counts = np.zeros(num_ids, np.int64)
         self.content = hashlib.sha256()
@@ -192,6 +195,14 @@ class _Writer:
             prompt = self.config.prompt_format.prompt_text(self.tokenizer, conversation.prompt)
         except TemplateError as error:
             raise BadRecordError(f"{where}: the tokenizer's chat template refuses it: {error}") from error
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"data.prompt_format.template_kwargs: the chat template cannot use them: {error}"
+            ) from error
+        for text in (conversation.response, *(message["content"] for message in conversation.prompt)):
+            for token in self.tokenizer.all_special_tokens:
+                if token in text:
+                    raise BadRecordError(f"{where}: its text holds the special token {token}; remove it")
         return _Text(_text_key(conversation), prompt, conversation.response)
 
     def _tokenize(self, batch: list[_Text]) -> Iterator[_Tokens]:

@@ -155,6 +155,10 @@ def _json_list(path: Path) -> list[Any]:
         raise UserError(
             f"{path}: not valid JSON (line {error.lineno}: {error.msg}); if it holds one object a line, name it .jsonl"
         ) from error
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON that can be read ({error}); save it as .jsonl, one record a line") from error
     if not isinstance(data, list):
         raise UserError(f"{path}: expected a JSON list of records, found {_brief(data)}")
     return data

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.table import Table
 
-from lit_refusion.chat import PromptFormat
 from lit_refusion.decoder import Decoder
 from lit_refusion.export import LoadedModel
 from lit_refusion.generation import Generation
@@ -51,13 +50,12 @@ def score(
     decoder: Decoder,
     problems: Sequence[dict[str, str]],
     *,
-    prompt_format: PromptFormat,
     num_singles: int,
 ) -> Score:
     """Decode all problems in batches, and the first `num_singles` of them one by one to time batch 1."""
     decoder = decoder.fit_to(model.spec)
     conversations = [[{"role": "user", "content": problem["query"]}] for problem in problems]
-    prompts = prompt_format.encode_prompts(model.tokenizer, conversations)
+    prompts = model.prompt_format.encode_prompts(model.tokenizer, conversations)
     decoder.generate(model.backbone, prompts[:1])  # first calls are slower
     together, batch_speed = _timed(decoder, model, prompts)
     _, single_speed = _timed(replace(decoder, batch_size=1), model, prompts[:num_singles])

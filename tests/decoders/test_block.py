@@ -187,7 +187,7 @@ def test_stop_at_eos(tokenizer: Any) -> None:
     backbone = confident(tokenizer)
     prompt = prompts(1)[0]
     whole = DECODER.generate(backbone, [prompt])[0]
-    backbone.model.config.eos_token_id = whole.tokens[5]
+    backbone._eos_token_id = whole.tokens[5]
     stopped = dataclasses.replace(DECODER, stop_at_eos=True).generate(backbone, [prompt])[0]
     assert stopped.tokens == whole.tokens[: whole.tokens.index(whole.tokens[5]) + 1]
     assert stopped.forward_passes < whole.forward_passes

@@ -257,7 +257,7 @@ def test_stop_at_eos_costs_nothing_more(tokenizer: Any) -> None:
     prompt = prompts(1)[0]
     whole = DECODER.generate(backbone, [prompt])[0]
     eos = whole.tokens[3]  # pretend that an early token is end-of-sequence
-    backbone.model.config.eos_token_id = eos
+    backbone._eos_token_id = eos
     stopped = dataclasses.replace(DECODER, stop_at_eos=True).generate(backbone, [prompt])[0]
     assert stopped.tokens == whole.tokens[: whole.tokens.index(eos) + 1]
     assert stopped.stop == "eos"

@@ -1,0 +1,180 @@
+"""From settings to a Lightning Trainer: devices, strategy, callbacks, loggers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_refusion.callbacks.interrupt import StopGracefully
+from lit_refusion.data.loader import DataModule
+from lit_refusion.errors import UserError, first_line
+from lit_refusion.metrics_file import CsvMetrics
+from lit_refusion.module import TrainingModule
+from lit_refusion.progress import LineLogger, ProgressBar
+from lit_refusion.run_folder import BEST, LAST, AtomicCheckpointIO
+
+POSITIVE_SETTINGS = ("max_steps", "epochs", "global_batch_size", "gradient_clip", "validate_every", "log_every",
+                     "checkpoint_every", "num_nodes")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How long to train and on what.
+
+    Args:
+        max_steps: optimizer steps; null where `epochs` is given.
+        epochs: passes over the training examples; null where `max_steps` is given.
+        global_batch_size: examples per optimizer step, over all devices and accumulated micro-batches.
+        gradient_clip: largest gradient norm; null for none.
+        validate_every: steps between validations.
+        log_every: steps between logged figures.
+        checkpoint_every: steps between saves of the last state.
+        precision: "auto" is fp32 on CPU and bf16 on CUDA.
+        accelerator: "auto", "cpu" or "gpu".
+        devices: devices per node, or "auto".
+        num_nodes: machines.
+        strategy: a Lightning strategy, for example ddp or deepspeed_stage_2.
+        loggers: any of csv, tensorboard, wandb.
+        progress: "auto" is a bar in a terminal and lines elsewhere.
+    """
+
+    max_steps: int | None
+    epochs: float | None
+    global_batch_size: int
+    gradient_clip: float | None
+    validate_every: int
+    log_every: int
+    checkpoint_every: int
+    precision: Literal["auto", "32-true", "bf16-mixed"]
+    accelerator: Literal["auto", "cpu", "gpu"]
+    devices: int | str
+    num_nodes: int
+    strategy: str
+    loggers: tuple[Literal["csv", "tensorboard", "wandb"], ...]
+    progress: Literal["auto", "rich", "lines", "none"]
+
+    def __post_init__(self) -> None:
+        if (self.max_steps is None) == (self.epochs is None):
+            raise UserError(
+                f"trainer: give exactly one of trainer.max_steps={self.max_steps} and trainer.epochs={self.epochs}"
+            )
+        if self.devices != "auto" and not (isinstance(self.devices, int) and self.devices > 0):
+            raise UserError(f"trainer.devices={self.devices}: give a number of devices, at least 1, or auto")
+        if self.strategy.startswith("fsdp"):
+            raise UserError(
+                f"trainer.strategy={self.strategy}: not supported (gradient clipping); use ddp or deepspeed"
+            )
+        for name in POSITIVE_SETTINGS:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"trainer.{name}={value}: must be positive")
+
+
+def make_trainer(
+    config: TrainerConfig, data: DataModule, *, run: Path, max_steps: int, stop: StopGracefully
+) -> L.Trainer:
+    """The Trainer of one run, with accumulation derived from the global batch.
+
+    Raises:
+        UserError: the batch does not divide, or Lightning refuses the settings.
+    """
+    on_cuda = torch.cuda.is_available() and config.accelerator != "cpu"
+    if config.accelerator == "gpu" and not on_cuda:
+        raise UserError("trainer.accelerator=gpu: no CUDA device here; use auto or cpu")
+    precision = ("bf16-mixed" if on_cuda else "32-true") if config.precision == "auto" else config.precision
+    devices: Any = config.devices
+    world_size = config.num_nodes * _devices_per_node(config, on_cuda)
+    micro_batches = data.num_micro_batches(world_size)
+    has_validation = len(data.validation_indices) > 0
+    progress = ("rich" if sys.stdout.isatty() else "lines") if config.progress == "auto" else config.progress
+    loggers = [_logger(name, run) for name in config.loggers]
+    if progress == "lines":
+        loggers.append(LineLogger(max_steps, TrainingModule.shown_figures(data.objective)))
+    try:
+        return L.Trainer(
+            max_steps=max_steps,
+            accumulate_grad_batches=micro_batches,
+            gradient_clip_val=config.gradient_clip,
+            val_check_interval=min(config.validate_every, max_steps) * micro_batches if has_validation else None,
+            check_val_every_n_epoch=None,
+            limit_val_batches=None if has_validation else 0,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            precision=precision,
+            accelerator="gpu" if on_cuda else "cpu",
+            devices=1 if devices == "auto" and not on_cuda else devices,
+            num_nodes=config.num_nodes,
+            strategy=_strategy(config, data.config.micro_batch_size),
+            plugins=[] if config.strategy.startswith("deepspeed") else [AtomicCheckpointIO()],
+            use_distributed_sampler=False,
+            logger=loggers,
+            callbacks=[
+                *_checkpoints(config, run, has_validation=has_validation),
+                stop,
+                *([ProgressBar()] if progress == "rich" else []),
+            ],
+            enable_progress_bar=progress == "rich",
+            enable_model_summary=False,
+            default_root_dir=run,
+        )
+    except (ValueError, MisconfigurationException) as error:
+        names = ("strategy", "accelerator", "devices", "num_nodes", "precision")
+        given = ", ".join(f"trainer.{name}={getattr(config, name)}" for name in names)
+        raise UserError(f"{given}: Lightning refuses these settings: {first_line(error)}") from error
+
+
+def _strategy(config: TrainerConfig, micro_batch_size: int) -> Any:
+    """Lightning's strategy; DeepSpeed's cannot see the batch size behind a loader of ready-made batches."""
+    if not config.strategy.startswith("deepspeed"):
+        return config.strategy
+    if config.strategy not in StrategyRegistry:
+        known = [name for name in StrategyRegistry.available_strategies() if name.startswith("deepspeed")]
+        raise UserError(f"trainer.strategy={config.strategy}: unknown; DeepSpeed's are {', '.join(known)}")
+    entry: Any = StrategyRegistry[config.strategy]
+    try:
+        return entry["strategy"](**entry["init_params"], logging_batch_size_per_gpu=micro_batch_size)
+    except (ImportError, MisconfigurationException) as error:
+        raise UserError(
+            f"trainer.strategy={config.strategy}: {first_line(error)}; pip install 'lit-refusion[deepspeed]'"
+        ) from error
+
+
+def _devices_per_node(config: TrainerConfig, on_cuda: bool) -> int:
+    if isinstance(config.devices, int):
+        return config.devices
+    return torch.cuda.device_count() if on_cuda else 1
+
+
+def _checkpoints(config: TrainerConfig, run: Path, *, has_validation: bool) -> list[Callback]:
+    folder = run / "checkpoints"
+    last = ModelCheckpoint(
+        folder, LAST, every_n_train_steps=config.checkpoint_every, enable_version_counter=False, save_top_k=1
+    )
+    if not has_validation:
+        return [last]
+    best = ModelCheckpoint(
+        folder, BEST, monitor="val/loss", enable_version_counter=False, save_on_train_epoch_end=False
+    )
+    return [last, best]
+
+
+def _logger(name: str, run: Path) -> Logger:
+    if name == "csv":
+        return CsvMetrics(run / "metrics.csv")
+    if name == "tensorboard":
+        return TensorBoardLogger(run, name="", version="tensorboard")
+    try:
+        import wandb  # noqa: F401
+        from lightning.pytorch.loggers import WandbLogger
+    except ImportError as error:
+        raise UserError("trainer.loggers: wandb needs an extra: pip install 'lit-refusion[wandb]'") from error
+    return WandbLogger(save_dir=run, name=run.name)
