@@ -22,16 +22,18 @@ STYLES = {
     "prompt": "dim",
     "response": "none",
     "hidden": "bold magenta",
-    "padding": "dim italic",
+    "padding": "yellow",
+    "hidden padding": "bold yellow",
     "supervised": "underline",
 }
 
 
 def role(view: View, place: int, num_prompt: int, num_text: int) -> str:
-    """What a row of a view is: prompt, response, hidden, or padding (text behind the original example)."""
+    """What a row of a view is: prompt, response, padding (behind the original example), and whether it is hidden."""
+    is_padding = view.position_ids[place] >= num_text
     if view.input_ids[place] == MASK:
-        return "hidden"
-    if view.position_ids[place] >= num_text:
+        return "hidden padding" if is_padding else "hidden"
+    if is_padding:
         return "padding"
     return "prompt" if view.position_ids[place] < num_prompt else "response"
 
@@ -45,7 +47,7 @@ def show_view(
     text = Text()
     for place in range(len(view)):
         kind = role(view, place, len(example.prompt_ids), len(example))
-        shown = "▒" if kind == "hidden" else str(tokenizer.decode([int(view.input_ids[place])]))
+        shown = "▒" if view.input_ids[place] == MASK else str(tokenizer.decode([int(view.input_ids[place])]))
         style = STYLES[kind] + (" underline" if view.targets[place] != IGNORE else "")
         if place and view.noisy[place] and not view.noisy[place - 1]:
             text.append("  ‖ noisy copies: ", style="cyan")

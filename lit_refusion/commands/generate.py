@@ -100,9 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def fitting_preset(spec: DiffusionSpec, config_dir: str | None) -> str:
-    """Name of the first decoder preset that fits the model."""
+    """Name of a decoder preset that fits the model: the one called like its objective, else the first."""
     names = choices("decoder", extra_folder=config_dir)
-    for name in names:
+    for name in sorted(names, key=lambda name: name != spec.objective):
         config = load_config("generate", [f"decoder={name}", "model=m", "prompt=p"], extra_folder=config_dir)
         if spec.objective in build(config["decoder"], Decoder, key="decoder").objectives:
             return name
