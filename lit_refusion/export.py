@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from lit_refusion.backbone import Backbone
 from lit_refusion.chat import PromptFormat
 from lit_refusion.errors import UserError, first_line
+from lit_refusion.new_folder import new_folder
 from lit_refusion.objective import Objective
 from lit_refusion.run_folder import BEST, LAST, RECORD_KEY, TOKENIZER, checkpoint_path, load_checkpoint
 from lit_refusion.schema import build
@@ -42,9 +42,6 @@ class ExportConfig:
 
 def export(config: ExportConfig) -> Path:
     """Write safetensors, config with the DiffusionSpec, and tokenizer; `AutoModelForCausalLM` loads it unchanged."""
-    out = Path(config.out)
-    if out.exists():
-        raise UserError(f"out={out}: it exists already; remove it or choose another folder")
     run = Path(config.run)
     path = checkpoint_path(run, config.checkpoint)
     if config.checkpoint == BEST and not path.exists() and checkpoint_path(run, LAST).exists():
@@ -68,17 +65,10 @@ def export(config: ExportConfig) -> Path:
     tokenizer = load_tokenizer(run / TOKENIZER)
     for settings in (model.config, model.generation_config):  # the end that was trained, whatever the base said
         settings.eos_token_id = tokenizer.eos_token_id
-    temporary = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        temporary.rename(out)
-    except OSError as error:
-        raise UserError(f"out={out}: cannot write it: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    out = Path(config.out)
+    with new_folder(out, setting="out") as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return out
 
 

@@ -214,17 +214,22 @@ def test_validation_noise_is_fixed(data: Path, tmp_path: Path) -> None:
     assert len(losses) == 1
 
 
-def test_a_group_interrupt_with_workers_leaves_a_checkpoint(data: Path, tmp_path: Path) -> None:
-    """A terminal's Ctrl-C reaches the loader's workers as well; they must serve the step to its end."""
-    extra = ["loader.num_workers=2", "loader.micro_batch_size=1", "trainer.max_steps=100000", "trainer.progress=lines"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lit_refusion.cli", *command(data, tmp_path / "run", "refusion", *extra)],
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """A run of its own process group, its output to be read."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lit_refusion.cli", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+
+
+def test_a_group_interrupt_with_workers_leaves_a_checkpoint(data: Path, tmp_path: Path) -> None:
+    """A terminal's Ctrl-C reaches the loader's workers as well; they must serve the step to its end."""
+    extra = ["loader.num_workers=2", "loader.micro_batch_size=1", "trainer.max_steps=100000", "trainer.progress=lines"]
+    process = start(*command(data, tmp_path / "run", "refusion", *extra))
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("train step 2/"):
@@ -238,14 +243,7 @@ def test_a_group_interrupt_with_workers_leaves_a_checkpoint(data: Path, tmp_path
 def test_a_signal_to_one_rank_stops_all(data: Path, tmp_path: Path) -> None:
     extra = ["trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=100000", "trainer.progress=lines"]
     arguments = command(data, tmp_path / "run", "refusion", *extra, "loader.micro_batch_size=4")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lit_refusion.cli", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = start(*arguments)
     assert process.stdout is not None
     try:
         for line in process.stdout:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,6 +20,7 @@ from lit_refusion.chat import PromptFormat, encode, encode_responses
 from lit_refusion.data.records import BadRecordError, Conversation, Source, parse_record, read_records
 from lit_refusion.data.shards import INDEX_DTYPE, Manifest, array_offsets
 from lit_refusion.errors import UserError
+from lit_refusion.new_folder import new_folder
 from lit_refusion.tokenizer import load_tokenizer, num_token_ids, tokenizer_fingerprint
 
 TOKENIZE_BATCH = 256
@@ -68,9 +67,6 @@ def prepare(config: PrepareConfig, *, progress: Progress | None = None) -> Prepa
     Raises:
         UserError: bad config or input, a bad record with `on_error: raise`, or nothing left after the drops.
     """
-    folder = Path(config.folder)
-    if folder.exists():
-        raise UserError(f"data.folder={folder}: it exists already; remove it or choose another folder")
     for name in ("max_length", "examples_per_shard"):
         if getattr(config, name) < 1:
             raise UserError(f"data.{name}={getattr(config, name)}: must be at least 1")
@@ -81,15 +77,8 @@ def prepare(config: PrepareConfig, *, progress: Progress | None = None) -> Prepa
         raise UserError(f"data.sources: the names {names} must differ")
     tokenizer = load_tokenizer(config.tokenizer)
     config.prompt_format.check(tokenizer)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-    try:
-        temporary.chmod(0o755)
-        prepared = _Writer(config, tokenizer, temporary).run(progress)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return prepared
+    with new_folder(Path(config.folder), setting="data.folder") as folder:
+        return _Writer(config, tokenizer, folder).run(progress)
 
 
 @dataclass(frozen=True)
