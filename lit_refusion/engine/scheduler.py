@@ -119,10 +119,8 @@ class _Scheduler:
         """Tokens, positions, places and intervals of all queries in one transfer; rows are right-padded."""
         longest = max(len(request.tokens) for request in requests)
         table = np.zeros((len(requests), longest, 9), np.int64)
-        table[:, :, 2], table[:, :, 4] = (
-            self.cache.trash,
-            1,
-        )  # a padded query sees place 0 and writes to the trash
+        table[:, :, 2] = self.cache.trash  # a padded query writes to the trash
+        table[:, :, 4] = 1  # and sees place 0, so that its row of the mask is not empty
         for b, request in enumerate(requests):
             length = len(request.tokens)
             if request.places.max() >= self.capacity:
@@ -149,16 +147,15 @@ class _Scheduler:
         columns = [np.concatenate(parts) for parts in (places, partners, targets)]
         chosen = torch.from_numpy(np.stack(columns)).to(hidden.device)  # [3, R]
         rows = hidden.flatten(0, 1)
-        owner = np.repeat(np.arange(len(requests)), [request.num_replies for request in requests])
+        counts = [request.num_replies for request in requests]
+        owner = np.repeat(np.arange(len(requests)), counts)
 
         figures = torch.zeros(len(owner), 5, dtype=torch.float64, device=hidden.device)
-        step = max(1, MAX_LOGITS // self.backbone.vocab_size)
-        for start in range(0, len(owner), step):
-            part = slice(start, start + step)
+        for part in split_replies(counts, limit=max(1, MAX_LOGITS // self.backbone.vocab_size)):
             logits = self._guided_logits(rows, chosen[:2, part], owner[part], requests)
             figures[part] = self._figures(logits, chosen[2, part], owner[part], requests)
         table = figures.cpu().numpy()
-        parts = np.split(table, np.cumsum([request.num_replies for request in requests])[:-1])
+        parts = np.split(table, np.cumsum(counts)[:-1])
         return [Reply(part[:, 0].astype(np.int64), *part[:, 1:].T) for part in parts]
 
     def _guided_logits(self, rows: Tensor, chosen: Tensor, owner: np.ndarray, requests: list[Request]) -> Tensor:
@@ -192,9 +189,27 @@ class _Scheduler:
         for b in np.unique(owner):
             sampling = requests[b].sampling
             if sampling.temperature > 0:
-                own = torch.from_numpy(owner == b).to(logits.device)
+                first, last = np.searchsorted(owner, [b, b + 1])
+                own = slice(int(first), int(last))
                 tokens[own] = draw_tokens(logits[own], sampling, self.live[b].generator)
         return tokens
+
+
+def split_replies(counts: Sequence[int], *, limit: int) -> list[slice]:
+    """Slices of at most `limit` replies (`counts` per row).
+
+    Where one slice is not enough they break at the rows' borders, and within a row from its own start: how a row's
+    samples are drawn must not depend on its neighbours.
+    """
+    total = sum(counts)
+    if total <= limit:
+        return [slice(0, total)] if total else []
+    stops = np.cumsum(counts).tolist()
+    return [
+        slice(start, min(start + limit, stop))
+        for stop, count in zip(stops, counts)
+        for start in range(stop - count, stop, limit)
+    ]
 
 
 def interval_mask(intervals: Tensor, visible: int) -> Tensor:

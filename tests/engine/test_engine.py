@@ -12,7 +12,7 @@ from lit_refusion.backbone import Backbone
 from lit_refusion.engine.cache import BufferCache
 from lit_refusion.engine.request import Reply, Request, Row, Sampling, visible
 from lit_refusion.engine.sampling import filter_logits
-from lit_refusion.engine.scheduler import decode, interval_mask
+from lit_refusion.engine.scheduler import decode, interval_mask, split_replies
 from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation
 
@@ -212,3 +212,22 @@ def test_engine_runs_on_a_backbone_trained_with_another_kernel(backbone: Backbon
     run(backbone, recorded([causal([5, 6, 7], 0, num_replies=3)], flex))
     np.testing.assert_array_equal(sdpa[0].p_token, flex[0].p_token)
     assert backbone.model.config._attn_implementation == "flex_attention"
+
+
+def test_replies_are_split_at_the_rows_borders() -> None:
+    assert split_replies([3, 2], limit=5) == [slice(0, 5)]
+    assert split_replies([3, 0, 5], limit=4) == [slice(0, 3), slice(3, 7), slice(7, 8)]
+    assert split_replies([0], limit=4) == []
+
+
+def test_chunked_replies_equal_whole_ones(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = Sampling(temperature=1.0)
+    request = causal(list(range(30, 40)), 0, num_replies=10, sampling=sampling, entropy=True, margin=True)
+    whole: list[Reply] = []
+    run(backbone, recorded([request], whole))
+    monkeypatch.setattr("lit_refusion.engine.scheduler.MAX_LOGITS", 3 * backbone.vocab_size)
+    chunked: list[Reply] = []
+    run(backbone, recorded([request], chunked), recorded([causal([7], 0, num_replies=1)], []))
+    np.testing.assert_allclose(chunked[0].entropy, whole[0].entropy, rtol=1e-4)
+    np.testing.assert_allclose(chunked[0].margin, whole[0].margin, rtol=1e-3, atol=1e-6)
+    assert chunked[0].tokens.tolist() == whole[0].tokens.tolist()
