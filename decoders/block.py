@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from lit_refusion import reveal
-from lit_refusion.decoder import Decoder
+from lit_refusion.decoder import Decoder, agree
 from lit_refusion.engine.request import Reply, Request, Row, Sampling, visible
 from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation, Step
@@ -32,9 +32,9 @@ class BlockDecoder(Decoder):
     Args:
         block_size: B; null takes the model's. Boundaries are those of training.
         block_origin: "sequence" or "response"; null takes the model's.
-        steps_per_block: passes over a block; sets the quota ceil(B / steps).
+        steps_per_block: passes over a block, its tokens split evenly over them; null for one token a pass.
         ranking: confidence, margin, entropy or random.
-        threshold: reveal all candidates whose score reaches it, at least the quota; null for the quota alone.
+        threshold: reveal all candidates whose score exceeds it, at least the quota; null for the quota alone.
         sub_block_size: reveal inside sub-blocks of this size, left to right; null for the whole block.
         temperature: of the candidate tokens; 0 for argmax.
         top_p: candidates come from the likeliest tokens up to this probability; 1 for all.
@@ -46,7 +46,7 @@ class BlockDecoder(Decoder):
 
     block_size: int | None
     block_origin: Literal["sequence", "response"] | None
-    steps_per_block: int
+    steps_per_block: int | None
     ranking: Ranking
     threshold: float | None
     sub_block_size: int | None
@@ -61,6 +61,11 @@ class BlockDecoder(Decoder):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"decoder.{name}={value}: must be at least 1")
+        if self.threshold is not None and not (0 <= self.threshold <= 1 and self.ranking in ("confidence", "margin")):
+            raise UserError(
+                f"decoder.threshold={self.threshold}: must lie in [0, 1], with ranking confidence or margin, found "
+                f"ranking={self.ranking}"
+            )
         if self.temperature < 0 or not 0 < self.top_p <= 1:
             raise UserError(
                 f"decoder.temperature={self.temperature}, top_p={self.top_p}: temperature must not be negative, top_p "
@@ -70,21 +75,11 @@ class BlockDecoder(Decoder):
     def fit_to(self, spec: DiffusionSpec, *, force: bool = False) -> Decoder:
         """Takes block size, origin and shift from the model where they are left open."""
         super().fit_to(spec, force=force)
-        if (
-            self.block_size is not None
-            and spec.block_size is not None
-            and self.block_size != spec.block_size
-            and not force
-        ):
-            raise UserError(
-                f"decoder.block_size={self.block_size}: the model was trained with blocks of {spec.block_size}; "
-                "leave it null, or pass force=true"
-            )
         return replace(
             self,
-            block_size=spec.block_size if self.block_size is None else self.block_size,
-            block_origin=self.block_origin or spec.block_origin,
-            shift=spec.shift == "all" if self.shift is None else self.shift,
+            block_size=agree("block_size", self.block_size, spec.block_size, force=force),
+            block_origin=agree("block_origin", self.block_origin, spec.block_origin, force=force),
+            shift=agree("shift", self.shift, spec.shift == "all", force=force),
         )
 
     def row(self, prompt: np.ndarray, eos_token_id: int, rng: np.random.Generator) -> Row:
@@ -92,7 +87,7 @@ class BlockDecoder(Decoder):
         if self.block_size is None or self.block_origin is None or self.shift is None:
             raise UserError(
                 f"decoder.block_size={self.block_size}, block_origin={self.block_origin}, shift={self.shift}: fit the "
-                "decoder to a model (fit_to), or set them"
+                "decoder to a block-diffusion model (fit_to), or set them"
             )
         return _Response(self, prompt, eos_token_id, rng).decode()
 
@@ -140,16 +135,19 @@ class _Response:
     def _denoise(self, start: int, stop: int) -> Generator[Request, Reply, int | None]:
         """Reveal one block; returns where the response ended, if it did."""
         settings, num_prompt = self.settings, len(self.prompt)
-        quota = -(-(stop - start) // settings.steps_per_block)
-        is_first = True
+        num_hidden = int((self.text[start:stop] == MASK).sum())
+        quotas = reveal.quotas(num_hidden, settings.steps_per_block or num_hidden)
+        step = 0
         while (hidden := start + np.flatnonzero(self.text[start:stop] == MASK)).size:
-            opening = bool(settings.shift) and is_first and hidden[0] == start and start > 0
+            is_opening = bool(settings.shift) and step == 0 and hidden[0] == start
             candidates = self._candidates(hidden, start)
             reply = yield self._request(candidates, start=start, stop=stop)
-            self.num_keyed, is_first = start, False
-            chosen = self._choose(reply, quota)
-            if opening:  # the clean row before the block predicts its first token, once
-                chosen[0] = True
+            self.num_keyed = start
+            if is_opening:  # the clean row before the block gives its first token; the others then see it
+                chosen = candidates == start
+            else:
+                chosen = self._choose(reply, int(quotas[min(step, len(quotas) - 1)]))
+            step += 1
             revealed = candidates[chosen]
             self.text[revealed] = reply.tokens[chosen]
             places = tuple((revealed - num_prompt).tolist())
@@ -171,7 +169,7 @@ class _Response:
     def _choose(self, reply: Reply, quota: int) -> np.ndarray:
         score = reveal.rank(reply, self.settings.ranking, self.rng)
         if self.settings.threshold is not None:
-            return reveal.reveal_threshold(score, self.settings.threshold, minimum=quota)
+            return reveal.reveal_threshold(score, self.settings.threshold, minimum=quota, strict=True)
         return reveal.reveal_quota(score, quota)
 
     def _request(self, candidates: np.ndarray, *, start: int, stop: int) -> Request:

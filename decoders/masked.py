@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from lit_refusion import reveal
-from lit_refusion.decoder import Decoder
+from lit_refusion.decoder import Decoder, agree
 from lit_refusion.engine.request import Reply, Request, Row, Sampling, visible
 from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation, Step
@@ -27,6 +27,11 @@ class MaskedDecoder(Decoder):
     LLaDA (arXiv 2502.09992): blocks left to right, an equal quota per step. Dream (arXiv 2508.15487): one block, a
     quota from a time grid, shifted logits. Fast-dLLM (arXiv 2505.22618): `threshold` or `factor` in place of the
     quota, and approximate caches that are refreshed at every block.
+
+    Differs from Dream's released sampler in two ways: scores come from the probabilities at temperature 1, not from
+    the tempered and filtered ones, and a step of the time schedule reveals at least one token. Differs from
+    Fast-dLLM for Dream, which fills a block's first position from the block's first pass: here the row before the
+    block is run with it in every pass.
 
     Args:
         block_size: tokens of a block; null for the whole canvas.
@@ -78,13 +83,24 @@ class MaskedDecoder(Decoder):
                 f"decoder.temperature={self.temperature}, ranking_temperature={self.ranking_temperature}, guidance="
                 f"{self.guidance}, top_p={self.top_p}: the first three must not be negative, top_p must lie in (0, 1]"
             )
+        if self.threshold is not None and not (0 <= self.threshold <= 1 and self.ranking in ("confidence", "margin")):
+            raise UserError(
+                f"decoder.threshold={self.threshold}: must lie in [0, 1], with ranking confidence or margin, found "
+                f"ranking={self.ranking}"
+            )
+        if self.factor is not None and not (self.factor > 0 and self.ranking == "confidence"):
+            raise UserError(
+                f"decoder.factor={self.factor}: must be positive, with ranking=confidence, not {self.ranking}"
+            )
+        if self.entropy_bound is not None and self.entropy_bound < 0:
+            raise UserError(f"decoder.entropy_bound={self.entropy_bound}: must not be negative")
         if self.guidance and self.cache != "none":
             raise UserError(f"decoder.guidance={self.guidance} needs decoder.cache=none, found {self.cache}")
 
     def fit_to(self, spec: DiffusionSpec, *, force: bool = False) -> Decoder:
         """Takes the shift from the model where it is left open."""
         super().fit_to(spec, force=force)
-        return replace(self, shift=spec.shift == "all" if self.shift is None else self.shift)
+        return replace(self, shift=agree("shift", self.shift, spec.shift == "all", force=force))
 
     def capacity(self, longest_prompt: int) -> int:
         """Prompt and canvas, twice with guidance."""
@@ -123,9 +139,10 @@ class _Response:
             step = 0
             while end is None and (hidden := start + np.flatnonzero(self.response[start:stop] == MASK)).size:
                 reply = yield self._request(hidden, start=start, stop=stop, is_first=step == 0)
-                chosen = hidden[self._choose(reply, step, steps_per_block, quotas)]
-                self.response[chosen] = reply.tokens[np.isin(hidden, chosen)]
-                self.steps.append(Step("reveal", tuple(chosen.tolist()), tuple(self.response[chosen].tolist())))
+                chosen = self._choose(reply, step, steps_per_block, quotas)
+                places, tokens = hidden[chosen], reply.tokens[chosen]
+                self.response[places] = tokens
+                self.steps.append(Step("reveal", tuple(places.tolist()), tuple(tokens.tolist())))
                 step += 1
                 if self.settings.stop_at_eos:
                     end = reveal.ended_at(self.response, self.eos, MASK)

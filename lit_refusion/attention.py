@@ -67,15 +67,20 @@ def annealed(attention: Attention, *, step: int, num_steps: int) -> Attention:
     """
     if step >= num_steps:
         return attention
-    share = step / num_steps
+    limit = int(step / num_steps * 2**32)
 
     def rule(query: TokenFields, key: TokenFields) -> Tensor:
-        mixed = (query.position * 2654435761 + key.position * 40503 + step * 69069) % 2147483647
-        mixed = (mixed * 48271) % 2147483647
-        is_open = mixed < int(share * 2147483647)
+        is_open = _scramble(query.position + _scramble(key.position + _scramble(step))) < limit
         return attention.rule(query, key) & ((query.place >= key.place) | is_open)
 
     return Attention(f"{attention.name}, annealed", rule)
+
+
+def _scramble(x: Any) -> Any:
+    """A 32-bit integer hash of a non-negative integer or tensor (multiply and xor-shift, twice)."""
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
 
 
 def token_fields(batch: Batch) -> TokenFields:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,19 @@ from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation
 from lit_refusion.noise import Stream, noise
 from lit_refusion.spec import DiffusionSpec
+
+T = TypeVar("T")
+
+
+def agree(name: str, own: T | None, trained: T | None, *, force: bool) -> T | None:
+    """A convention of the decoder: the model's where it is left open; another one than the model's is refused."""
+    if own is None:
+        return trained
+    if trained is not None and own != trained and not force:
+        raise UserError(
+            f"decoder.{name}={own}: the model was trained with {trained}; leave it null, or pass force=true"
+        )
+    return own
 
 
 @dataclass(frozen=True, kw_only=True)

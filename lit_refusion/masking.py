@@ -37,10 +37,9 @@ def mask_response(
     )
 
 
-def pad_with_eos(example: Example, multiple: int) -> Example:
-    """The response continued with its end-of-sequence token to a multiple of `multiple` tokens."""
-    missing = -len(example.response_ids) % multiple
-    padding = np.full(missing, example.response_ids[-1])
+def pad_with_eos(example: Example, count: int) -> Example:
+    """The response continued by `count` copies of its last token, the end-of-sequence token."""
+    padding = np.full(count, example.response_ids[-1])
     return Example(
         index=example.index,
         prompt_ids=example.prompt_ids,

@@ -84,7 +84,8 @@ class TrainingModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add one validation batch to the sums."""
-        loss: Loss = self.objective.loss(self.backbone, batch, step=self.global_step)
+        # With the final attention, so that figures along the run can be compared whatever schedule trains.
+        loss: Loss = self.objective.loss(self.backbone, batch, step=self.max_steps)
         num_batches = self.trainer.num_val_batches[0] * self.trainer.world_size
         self.validation_meter.update(loss, batch, denominator=self._denominator(batch) / num_batches)
 

@@ -31,20 +31,20 @@ def _words(*values: int) -> np.ndarray:
 
 
 class FirstUniform(np.random.Generator):
-    """A generator whose first scalar `random()` is moved by `transform`; all other draws are unchanged.
+    """A generator whose first `random` call is moved by `transform`; all other draws are unchanged.
 
-    An objective draws its mask rate first, so this replaces that one uniform (variance reduction over a batch)
-    without the objective's knowing.
+    An objective draws its mask rate first (or one per block), so this replaces just those uniforms (variance
+    reduction over a batch) without the objective's knowing.
     """
 
-    def __init__(self, generator: np.random.Generator, transform: Callable[[float], float]) -> None:
+    def __init__(self, generator: np.random.Generator, transform: Callable[[np.ndarray], np.ndarray]) -> None:
         super().__init__(generator.bit_generator)
-        self._transform: Callable[[float], float] | None = transform
+        self._transform: Callable[[np.ndarray], np.ndarray] | None = transform
 
-    def random(self, size: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As numpy's; the first call without a size is transformed."""
-        drawn = super().random(size, *args, **kwargs)
-        if self._transform is None or size is not None:
+    def random(self, size: int | None = None) -> Any:  # type: ignore[override]
+        """As numpy's; the values of the first call, a scalar or [size], are transformed."""
+        drawn = super().random(size)
+        if self._transform is None:
             return drawn
-        drawn, self._transform = self._transform(drawn), None
-        return drawn
+        moved, self._transform = self._transform(np.atleast_1d(drawn)), None
+        return float(moved[0]) if size is None else moved

@@ -74,7 +74,7 @@ def _supervised_rows(view: View, objective: Objective, tokenizer: PreTrainedToke
     return table
 
 
-def draw_mask(view: View, objective: Objective, path: Path) -> None:
+def draw_mask(view: View, objective: Objective, path: Path, *, step: int) -> None:
     """The row's attention mask as a PNG: dark where the query (down) sees the key (across)."""
     import matplotlib as mpl
 
@@ -82,12 +82,13 @@ def draw_mask(view: View, objective: Objective, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     batch = collate([[view]], mask_token_id=0, pad_to_multiple=1, num_examples=1, num_response_tokens=1)
-    allowed = dense_mask(objective.attention(0), batch)[0, 0].numpy()
+    attention = objective.attention(step)
+    allowed = dense_mask(attention, batch)[0, 0].numpy()
     figure, axis = plt.subplots(figsize=(5, 5))
     axis.imshow(allowed, cmap="Greys", interpolation="nearest", vmin=0, vmax=1.4)
     supervised = np.flatnonzero(view.targets != IGNORE)
     axis.plot(np.full(len(supervised), -1.5), supervised, ">", color="C1", markersize=3, clip_on=False)
-    axis.set(title=f"{objective.name}: who sees whom", xlabel="key", ylabel="query (▸ supervised)")
+    axis.set(title=f"{objective.name}: {attention.name} attention", xlabel="key", ylabel="query (▸ supervised)")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -41,9 +41,10 @@ def reveal_quota(score: np.ndarray, count: int) -> np.ndarray:
     return chosen
 
 
-def reveal_threshold(score: np.ndarray, threshold: float, *, minimum: int = 1) -> np.ndarray:
-    """[r] bool: all that reach the threshold, and the `minimum` best in any case (arXiv 2505.22618)."""
-    return (score >= threshold) | reveal_quota(score, minimum)
+def reveal_threshold(score: np.ndarray, threshold: float, *, minimum: int = 1, strict: bool = False) -> np.ndarray:
+    """[r] bool: all that reach the threshold (exceed it, if strict), and the `minimum` best in any case."""
+    reached = score > threshold if strict else score >= threshold
+    return reached | reveal_quota(score, minimum)
 
 
 def reveal_factor(score: np.ndarray, factor: float) -> np.ndarray:

@@ -23,7 +23,8 @@ class DiffusionSpec:
         slot_sizes: slot sizes seen in training, in tokens; empty where there are none.
         block_size: block size in tokens; None where there are no blocks.
         block_origin: where blocks are counted from: "sequence" (its first token) or "response"; None without blocks.
-        pad_policy: "none", or "eos" where padding is supervised as end-of-sequence.
+        pad_policy: "none"; "eos" where padding is supervised as end-of-sequence; "mask" where [MASK]s without loss
+            fill the last block.
     """
 
     objective: str
@@ -33,7 +34,7 @@ class DiffusionSpec:
     slot_sizes: tuple[int, ...] = ()
     block_size: int | None = None
     block_origin: Literal["sequence", "response"] | None = None
-    pad_policy: Literal["none", "eos"] = "none"
+    pad_policy: Literal["none", "eos", "mask"] = "none"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON and checkpoints."""

@@ -13,6 +13,7 @@ import numpy as np
 from lit_refusion.attention import BLOCK_CAUSAL, Attention
 from lit_refusion.errors import UserError
 from lit_refusion.examples import Example
+from lit_refusion.masking import pad_with_eos
 from lit_refusion.objective import Objective
 from lit_refusion.spec import DiffusionSpec
 from lit_refusion.views import IGNORE, MASK, View
@@ -38,12 +39,19 @@ class BD3(Objective):
         t_min: smallest noise level (beta).
         t_max: largest (omega).
         t_per: "block" (BD3-LM) or "example" (SDAR).
-        stratify_blocks: spread the noise levels of an example's blocks evenly (the official antithetic sampling).
+        stratify_blocks: spread the noise levels of an example's blocks evenly: one uniform, turned by b / K.
+            (The official antithetic sampling spreads them over the blocks of a whole batch: loader.mask_rates.)
         weighting: "inverse_t", or "uniform" for 1/R.
         complementary: make two rows, hiding a set of tokens and its complement; of half weight with inverse_t, of
             full weight with uniform, where every token is then supervised once.
         force_mask: hide at least one token of every example.
         shift: predict a token from the row before it, for backbones that were causal.
+        pad_policy: what fills the last block: "none" leaves it short; "mask" fills it with [MASK]s that carry no loss
+            (Fast-dLLM v2); "eos" continues the response with end-of-sequence tokens that are learned (dLLM).
+        average: "example" for the mean over an example's tokens, then over examples, as all objectives here do in a
+            comparison; "token" for the mean over all response tokens of the batch, as the published codes do.
+
+    Differs from BD3-LM's SUBS parameterisation in that [MASK]'s own logit stays in the softmax of the loss.
     """
 
     name: ClassVar[str] = "bd3"
@@ -60,15 +68,24 @@ class BD3(Objective):
     complementary: bool
     force_mask: bool
     shift: bool
+    pad_policy: Literal["none", "mask", "eos"]
+    average: Literal["example", "token"]
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise UserError(f"objective.block_size={self.block_size}: must be at least 1")
         if not 0 < self.t_min <= self.t_max <= 1:
             raise UserError(f"objective.t_min={self.t_min}, t_max={self.t_max}: need 0 < t_min <= t_max <= 1")
+        if self.t_per == "example" and self.stratify_blocks:
+            raise UserError("objective.stratify_blocks=true needs objective.t_per=block; an example has one level here")
+
+    @property
+    def normalizer(self) -> Literal["examples", "response_tokens"]:
+        """Examples or response tokens, as `average` says."""
+        return "examples" if self.average == "example" else "response_tokens"
 
     def view(self, example: Example, rng: np.random.Generator) -> View:
-        """One row: draw noise levels and masks, then arrange."""
+        """The first of `views`."""
         return self.views(example, rng)[0]
 
     def arrange(self, example: Example, is_masked: np.ndarray, *, t: np.ndarray, share: float = 1.0) -> View:
@@ -82,13 +99,17 @@ class BD3(Objective):
         """
         ids = np.concatenate([example.prompt_ids, example.response_ids])
         num_prompt, num_response, length = len(example.prompt_ids), len(is_masked), len(ids)
-        block = self._blocks(num_prompt, num_response)
+        num_filled = self._num_missing(example) if self.pad_policy == "mask" else 0
+        ids = np.concatenate([ids, np.full(num_filled, MASK)])
+        length += num_filled
+        block = self._blocks(num_prompt, num_response + num_filled)
         copied = np.flatnonzero(block >= block[num_prompt])  # [C] positions that get a noisy copy
-        hidden = np.concatenate([np.zeros(num_prompt, bool), is_masked])
+        hidden = np.concatenate([np.zeros(num_prompt, bool), is_masked, np.zeros(num_filled, bool)])
         weights = np.zeros(length)
-        weights[num_prompt:] = share / num_response
+        response = slice(num_prompt, num_prompt + num_response)
+        weights[response] = share / (num_response if self.average == "example" else 1)
         if self.weighting == "inverse_t":
-            weights[num_prompt:] /= t
+            weights[response] /= t
 
         row = np.arange(length)  # row that predicts each position: its noisy copy, or the clean row where none is
         row[copied] = length + np.arange(len(copied))
@@ -108,6 +129,11 @@ class BD3(Objective):
             mask_rate=float(t.mean()),
         )
 
+    def _num_missing(self, example: Example) -> int:
+        """Tokens that the last block lacks."""
+        counted = len(example) if self.block_origin == "sequence" else len(example.response_ids)
+        return -counted % self.block_size
+
     def _blocks(self, num_prompt: int, num_response: int) -> np.ndarray:
         """[N] block number of every position."""
         if self.block_origin == "sequence":
@@ -116,15 +142,16 @@ class BD3(Objective):
 
     def views(self, example: Example, rng: np.random.Generator) -> list[View]:
         """One row, or two that complement each other."""
+        if self.pad_policy == "eos":
+            example = pad_with_eos(example, self._num_missing(example))
         num_prompt, num_response = len(example.prompt_ids), len(example.response_ids)
         block = self._blocks(num_prompt, num_response)[num_prompt:]
         block = block - block[0]  # [R] number among the noisy blocks
-        count = block[-1] + 1
-        u = np.full(count, rng.random())
+        count = int(block[-1]) + 1
         if self.stratify_blocks:
-            u = (u + np.arange(count) / count) % 1
-        elif self.t_per == "block":
-            u[1:] = rng.random(count - 1)
+            u = (rng.random() + np.arange(count) / count) % 1
+        else:
+            u = rng.random(count) if self.t_per == "block" else np.full(count, rng.random())
         t = (self.t_min + (self.t_max - self.t_min) * u)[block]
         is_masked = rng.random(num_response) < t
         if self.force_mask and not is_masked.any():
@@ -134,7 +161,7 @@ class BD3(Objective):
         share = 0.5 if self.weighting == "inverse_t" else 1.0
         return [
             self.arrange(example, is_masked, t=t, share=share),
-            self.arrange(example, ~is_masked, t=np.maximum(1 - t, self.t_min), share=share),
+            self.arrange(example, ~is_masked, t=1 - t, share=share),
         ]
 
     def attention(self, step: int) -> Attention:
@@ -150,4 +177,5 @@ class BD3(Objective):
             attention=BLOCK_CAUSAL.name,
             block_size=self.block_size,
             block_origin=self.block_origin,
+            pad_policy=self.pad_policy,
         )

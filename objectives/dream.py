@@ -50,9 +50,13 @@ class Dream(Objective):
         for name in ("eps", "geometric_p"):
             if not 0 < getattr(self, name) < 1:
                 raise UserError(f"objective.{name}={getattr(self, name)}: must lie between 0 and 1")
+        if self.attention_annealing_steps < 0:
+            raise UserError(
+                f"objective.attention_annealing_steps={self.attention_annealing_steps}: must not be negative"
+            )
 
     def view(self, example: Example, rng: np.random.Generator) -> View:
-        """One row: draw t, then hide each response token with probability p."""
+        """The first of `views`."""
         return self.views(example, rng)[0]
 
     def arrange(self, example: Example, is_masked: np.ndarray, *, p_mask: float, share: float = 1.0) -> View:
@@ -77,7 +81,7 @@ class Dream(Objective):
             return [self.arrange(example, is_masked, p_mask=p_mask)]
         return [
             self.arrange(example, is_masked, p_mask=p_mask, share=0.5),
-            self.arrange(example, ~is_masked, p_mask=max(1 - p_mask, self.eps), share=0.5),
+            self.arrange(example, ~is_masked, p_mask=1 - p_mask, share=0.5),
         ]
 
     def attention(self, step: int) -> Attention:

@@ -52,9 +52,13 @@ class LLaDA(Objective):
             raise UserError(f"objective.eps={self.eps}: must lie between 0 and 1")
         if self.pad_multiple < 1:
             raise UserError(f"objective.pad_multiple={self.pad_multiple}: must be at least 1")
+        if self.attention_annealing_steps < 0:
+            raise UserError(
+                f"objective.attention_annealing_steps={self.attention_annealing_steps}: must not be negative"
+            )
 
     def view(self, example: Example, rng: np.random.Generator) -> View:
-        """One row: draw t, then hide each response token with probability p."""
+        """The first of `views`."""
         return self.views(example, rng)[0]
 
     def arrange(self, example: Example, is_masked: np.ndarray, *, p_mask: float, share: float = 1.0) -> View:
@@ -65,14 +69,14 @@ class LLaDA(Objective):
     def views(self, example: Example, rng: np.random.Generator) -> list[View]:
         """One row, or two that complement each other."""
         if self.pad_policy == "eos":
-            example = pad_with_eos(example, self.pad_multiple)
+            example = pad_with_eos(example, -len(example.response_ids) % self.pad_multiple)
         p_mask = (1 - self.eps) * rng.random() + self.eps
         is_masked = rng.random(len(example.response_ids)) < p_mask
         if not self.complementary:
             return [self.arrange(example, is_masked, p_mask=p_mask)]
         return [
             self.arrange(example, is_masked, p_mask=p_mask, share=0.5),
-            self.arrange(example, ~is_masked, p_mask=max(1 - p_mask, self.eps), share=0.5),
+            self.arrange(example, ~is_masked, p_mask=1 - p_mask, share=0.5),
         ]
 
     def attention(self, step: int) -> Attention:

@@ -64,7 +64,7 @@ class ReFusion(Objective):
             raise UserError(f"objective.mdm_weight={self.mdm_weight}: must not be negative")
 
     def view(self, example: Example, rng: np.random.Generator) -> View:
-        """One row: draw t, a slot size, the masked slots and the order of the clean ones, then arrange them."""
+        """The first of `views`."""
         return self.views(example, rng)[0]
 
     def views(self, example: Example, rng: np.random.Generator) -> list[View]:
@@ -80,7 +80,7 @@ class ReFusion(Objective):
             is_masked[rng.permutation(num_slots)[: int(t * num_slots)]] = True
         choices = [(is_masked, p_mask)]
         if self.complementary:
-            choices.append((~is_masked, max(1 - p_mask, self.eps)))
+            choices.append((~is_masked, 1 - p_mask))
         return [
             self.arrange(
                 example,

@@ -28,6 +28,7 @@ class PreviewConfig:
         example: number of the example.
         epoch: epoch whose noise is shown.
         seed: seed of the noise.
+        step: optimizer step whose attention is drawn (schedules).
         out: folder for the pictures of the attention masks.
     """
 
@@ -36,11 +37,17 @@ class PreviewConfig:
     example: int
     epoch: int
     seed: int
+    step: int
     out: str
+
+    def __post_init__(self) -> None:
+        for name in ("epoch", "seed", "step"):
+            if not 0 <= getattr(self, name) < 2**63:
+                raise UserError(f"{name}={getattr(self, name)}: must not be negative, and fit into 63 bits")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the rows of one example exactly as training makes them."""
+    """Show the rows of one example as training makes them (with independent mask rates)."""
     config = compose(arguments)
     if config is None:
         return 0
@@ -59,9 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
         if len(view) > MAX_PICTURE:
             console.print(f"the row has {len(view)} tokens; masks are drawn up to {MAX_PICTURE}")
             continue
-        path = Path(settings.out) / f"{settings.objective.name}-{example.index}-{number}.png"
+        choice = next((text[10:] for text in arguments.overrides if text.startswith("objective=")), "default")
+        path = Path(settings.out) / f"{choice}-{example.index}-{number}.png"
         try:
-            draw_mask(view, settings.objective, path)
+            draw_mask(view, settings.objective, path, step=settings.step)
             console.print(f"attention mask: {path}", markup=False)
         except ImportError:
             console.print(

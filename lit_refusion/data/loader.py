@@ -97,10 +97,10 @@ class ViewMaker:
     def _views(self, visit: Visit) -> list[View]:
         rng = noise(self.seed, index=visit.index, epoch=visit.epoch, stream=self.stream)
         if self.mask_rates == "stratified":
-            rng = FirstUniform(rng, lambda u: (visit.place + u) / self.step_size)
+            rng = FirstUniform(rng, lambda u: _stratified(u, place=visit.place, count=self.step_size))
         elif self.mask_rates == "antithetic":
-            pair = noise(self.seed, index=visit.place // 2, epoch=visit.step, stream=Stream.MASK_RATE_PAIR).random()
-            rng = FirstUniform(rng, lambda _: pair if visit.place % 2 == 0 else 1 - pair)
+            pair = noise(self.seed, index=visit.place // 2, epoch=visit.step, stream=Stream.MASK_RATE_PAIR)
+            rng = FirstUniform(rng, lambda u: abs(visit.place % 2 - pair.random(len(u))))
         return self.objective.views(self.shards[visit.index], rng)
 
 
@@ -247,6 +247,15 @@ class DataModule(L.LightningDataModule):
 def _ignore_interrupt(worker: int) -> None:
     """Ctrl-C reaches the whole process group; workers go on serving until the step that is under way has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _stratified(u: np.ndarray, *, place: int, count: int) -> np.ndarray:
+    """Uniforms moved into the example's slice of [0, 1); those of further blocks into slices a golden step apart.
+
+    So every block number is stratified over the batch, and the blocks of one example are not alike.
+    """
+    slices = (place + np.arange(len(u)) * round(0.618 * count)) % count
+    return (slices + u) / count
 
 
 def _smallest_keys(indices: np.ndarray, shards: Shards, count: int | None) -> np.ndarray:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DynamicCache
 
 from decoders.masked import MaskedDecoder
 from lit_refusion.backbone import Backbone
@@ -216,6 +217,72 @@ def test_batch_equals_singles(tokenizer: Any, change: dict[str, Any]) -> None:
     assert together == [decoder.generate(backbone, [p], seed=2, indices=[i])[0] for i, p in enumerate(asked)]
 
 
+@torch.no_grad()
+def slow_cached(backbone: Backbone, prompt: list[int], decoder: MaskedDecoder) -> list[int]:
+    """Caches through transformers' own DynamicCache: keys of a block's first pass, the rest run anew in every pass."""
+    mask_id, shift = backbone.mask_token_id, int(bool(decoder.shift))
+    text = np.array([*prompt, *[mask_id] * decoder.max_new_tokens])
+    total = len(text)
+    for start in range(len(prompt), total, decoder.block_size or total):
+        stop = min(start + (decoder.block_size or total), total)
+        kept: Any = None
+        while (text[start:stop] == mask_id).any():
+            hidden = start + np.flatnonzero(text[start:stop] == mask_id)
+            if kept is None:
+                fed, order = np.arange(total), np.arange(total)
+                cache = DynamicCache()
+            else:
+                fed = np.arange(start - shift, total if decoder.cache == "prefix" else stop)
+                order = np.concatenate([np.setdiff1d(np.arange(total), fed), fed])
+                cache = DynamicCache()
+                for layer, (keys, values) in enumerate(kept):
+                    others = order[: total - len(fed)]
+                    cache.update(keys[:, :, others], values[:, :, others], layer)
+            mask = torch.ones(1, 1, len(fed), total, dtype=torch.bool)
+            output = backbone.model(
+                torch.from_numpy(text[fed])[None], position_ids=torch.from_numpy(fed)[None], attention_mask=mask,
+                cache=cache, use_cache=True,
+            )  # fmt: skip
+            if kept is None:
+                kept = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+            place = {position: index for index, position in enumerate(fed)}
+            p = output.logits[0][[place[h - shift] for h in hidden]].softmax(-1)
+            allowed = torch.where(torch.arange(p.shape[-1]) == mask_id, -1, p)
+            tokens, scores = allowed.argmax(-1).numpy(), allowed.max(-1).values.numpy()
+            chosen = (scores >= decoder.threshold) | (np.arange(len(scores)) == scores.argmax())
+            text[hidden[chosen]] = tokens[chosen]
+    return text[len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("shift", [False, True])
+def test_caches_equal_transformers_own(tokenizer: Any, cache: Any, shift: bool) -> None:
+    differ = 0
+    for seed in range(3):
+        backbone = confident(tokenizer, seed=seed)
+        decoder = dataclasses.replace(DECODER, cache=cache, shift=shift, threshold=0.5, max_new_tokens=21)
+        for prompt, generation in zip(prompts(3), decoder.generate(backbone, prompts(3)), strict=True):
+            assert list(generation.tokens) == slow_cached(backbone, prompt, decoder)
+            uncached = dataclasses.replace(decoder, cache="none").generate(backbone, [prompt])[0]
+            differ += uncached.tokens != generation.tokens
+    assert differ  # the caches are approximations: the comparison has something to find
+
+
+def test_ranking_temperature_draws_other_positions(tokenizer: Any) -> None:
+    backbone = confident(tokenizer)
+    prompt = prompts(1)
+    orders = {
+        temperature: [
+            step.committed
+            for step in dataclasses.replace(DECODER, ranking_temperature=temperature)
+            .generate(backbone, prompt)[0]
+            .steps
+        ]
+        for temperature in (0.0, 5.0)
+    }
+    assert orders[0.0] != orders[5.0]
+
+
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_caches_are_exact_where_a_block_takes_one_pass(tokenizer: Any, cache: str) -> None:
     backbone = confident(tokenizer)
@@ -268,12 +335,14 @@ def test_conventions_come_from_the_model() -> None:
     spec = DiffusionSpec(objective="dream", mask_token_id=3, shift="all", attention="full")
     open_decoder = dataclasses.replace(DECODER, shift=None)
     assert open_decoder.fit_to(spec).shift is True
-    assert DECODER.fit_to(spec).shift is False
+    with pytest.raises(UserError, match=r"shift=False: the model was trained with True"):
+        DECODER.fit_to(spec)
+    assert DECODER.fit_to(spec, force=True).shift is False
     with pytest.raises(UserError, match="shift=null"):
         open_decoder.row(np.array([1]), 2, np.random.default_rng(0))
     with pytest.raises(UserError, match="trained with 'refusion'"):
         DECODER.fit_to(dataclasses.replace(spec, objective="refusion"))
-    DECODER.fit_to(dataclasses.replace(spec, objective="refusion"), force=True)
+    open_decoder.fit_to(dataclasses.replace(spec, objective="refusion"), force=True)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +352,10 @@ def test_conventions_come_from_the_model() -> None:
         ({"steps": 0}, "decoder.steps=0"),
         ({"guidance": 1.0, "cache": "dual"}, "needs decoder.cache=none"),
         ({"top_p": 0.0}, "top_p"),
+        ({"threshold": 7.0}, "decoder.threshold=7.0"),
+        ({"threshold": 0.5, "ranking": "entropy"}, "ranking=entropy"),
+        ({"factor": -1.0}, "decoder.factor=-1.0"),
+        ({"entropy_bound": -1.0}, "decoder.entropy_bound"),
     ],
 )
 def test_bad_settings_name_the_field(change: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from lit_refusion.attention import FULL, TokenFields, annealed, dense_mask
 from lit_refusion.backbone import Backbone
+from lit_refusion.errors import UserError
 from lit_refusion.examples import Example
 from lit_refusion.noise import Stream, noise
 from lit_refusion.objective import Objective
@@ -39,6 +40,8 @@ BLOCKS = BD3(
     complementary=False,
     force_mask=False,
     shift=False,
+    pad_policy="none",
+    average="example",
 )
 
 
@@ -260,7 +263,12 @@ def test_bd3_with_blocks_of_one_is_autoregression_in_expectation(tokenizer: Any)
         LLADA,
         dataclasses.replace(LLADA, complementary=True),
         dataclasses.replace(DREAM, weighting="inverse_rate"),
+        dataclasses.replace(DREAM, weighting="inverse_rate", complementary=True),
         BLOCKS,
+        dataclasses.replace(BLOCKS, t_min=0.3, t_max=0.8),
+        dataclasses.replace(BLOCKS, t_min=0.3, t_max=0.8, complementary=True),
+        dataclasses.replace(BLOCKS, pad_policy="eos"),
+        dataclasses.replace(BLOCKS, pad_policy="mask", block_size=7),
         dataclasses.replace(BLOCKS, stratify_blocks=True),
         dataclasses.replace(BLOCKS, t_per="example"),
         dataclasses.replace(BLOCKS, complementary=True, weighting="uniform"),
@@ -306,7 +314,95 @@ def test_annealing_opens_the_future_step_by_step() -> None:
         allowed = annealed(FULL, step=step, num_steps=10).allows(query, key)
         assert allowed[causal].all()
         shares.append(float(allowed[~causal].float().mean()))
+        opened = allowed & ~causal
+        if step == 5:  # no stripes: neighbours open independently of each other
+            both = (opened[:, 1:] & opened[:, :-1])[~causal[:, :-1]].float().mean()
+            assert float(both) == pytest.approx(0.25, abs=0.05)
     assert shares[0] == 0
     assert shares[1] == pytest.approx(0.5, abs=0.08)
     assert shares[2] == 1
     assert annealed(FULL, step=10, num_steps=10) is FULL
+
+
+def draws(objective: BD3, num_response: int = 64, count: int = 200) -> list[View]:
+    item = example([1, 2, 3], np.arange(10, 10 + num_response))
+    return [objective.view(item, noise(0, index=i, epoch=0, stream=Stream.TRAIN_NOISE)) for i in range(count)]
+
+
+def levels(view: View) -> np.ndarray:
+    """Noise levels of a row's hidden tokens, read back from its weights (64 response tokens)."""
+    return 1 / (64 * view.weights[view.weights > 0])
+
+
+def test_noise_levels_stay_in_their_range() -> None:
+    found = np.concatenate([levels(view) for view in draws(dataclasses.replace(BLOCKS, t_min=0.3, t_max=0.6))])
+    assert 0.3 <= found.min() < 0.35
+    assert 0.57 < found.max() <= 0.6 + 1e-6
+
+
+def test_levels_per_block_per_example_and_stratified() -> None:
+    one = dataclasses.replace(BLOCKS, t_per="example")
+    assert all(np.ptp(found) < 1e-6 for found in map(levels, draws(one)) if len(found))
+    means = {
+        name: np.std([view.mask_rate for view in draws(objective)])
+        for name, objective in {"block": BLOCKS, "even": dataclasses.replace(BLOCKS, stratify_blocks=True)}.items()
+    }
+    assert means["even"] < 0.5 * means["block"]  # the mean level of an example hardly varies
+
+
+def test_force_mask_hides_at_least_one_token() -> None:
+    low = dataclasses.replace(BLOCKS, t_min=1e-3, t_max=1e-2)
+    hidden = lambda objective: [int((view.input_ids == MASK).sum()) for view in draws(objective, num_response=4)]  # noqa: E731
+    assert min(hidden(low)) == 0
+    assert min(hidden(dataclasses.replace(low, force_mask=True))) == 1
+
+
+def test_short_last_block_can_be_filled() -> None:
+    item = example([5, 6, 7], [8, 9, 10, 11, 2])
+    rng = lambda: noise(0, index=3, epoch=0, stream=Stream.TRAIN_NOISE)  # noqa: E731
+    filled = dataclasses.replace(BLOCKS, pad_policy="mask", block_origin="response").view(item, rng())
+    behind = filled.position_ids >= len(item)
+    assert (filled.input_ids[behind] == MASK).all()
+    assert (filled.targets[behind] == IGNORE).all()
+    assert np.bincount(filled.block)[2] == 8  # the last block is whole, clean and noisy
+    learned = dataclasses.replace(BLOCKS, pad_policy="eos", block_origin="response").view(item, rng())
+    assert set(learned.targets[learned.position_ids >= len(item)].tolist()) <= {2, IGNORE}
+    assert dataclasses.replace(BLOCKS, pad_policy="eos").spec(3).pad_policy == "eos"
+
+
+def test_token_average_weighs_tokens_alike() -> None:
+    objective = dataclasses.replace(BLOCKS, average="token", weighting="uniform")
+    assert objective.normalizer == "response_tokens"
+    assert {float(w) for view in draws(objective, count=5) for w in view.weights} == {0.0, 1.0}
+
+
+def test_specs_tell_the_conventions() -> None:
+    assert dataclasses.replace(LLADA, shift=True, pad_policy="eos").spec(3).shift == "all"
+    assert dataclasses.replace(LLADA, pad_policy="eos").spec(3).pad_policy == "eos"
+    assert (LLADA.spec(3).shift, LLADA.spec(3).pad_policy) == ("none", "none")
+    assert (DREAM.spec(3).shift, DREAM.spec(3).attention) == ("all", "full")
+    assert (BLOCKS.spec(3).block_size, BLOCKS.spec(3).block_origin) == (4, "sequence")
+
+
+@pytest.mark.parametrize("objective", [LLADA, DREAM], ids=["llada", "dream"])
+def test_objectives_anneal_their_attention(objective: Any) -> None:
+    slow = dataclasses.replace(objective, attention_annealing_steps=10)
+    assert slow.attention(5).name == "full, annealed"
+    assert slow.attention(10) is FULL
+    assert objective.attention(0) is FULL
+
+
+@pytest.mark.parametrize(
+    ("objective", "change", "field"),
+    [
+        (BLOCKS, {"t_min": 0.9, "t_max": 0.5}, "t_min"),
+        (BLOCKS, {"t_per": "example", "stratify_blocks": True}, "stratify_blocks"),
+        (BLOCKS, {"block_size": 0}, "block_size"),
+        (LLADA, {"attention_annealing_steps": -1}, "attention_annealing_steps"),
+        (LLADA, {"eps": 0.0}, "eps"),
+        (DREAM, {"geometric_p": 1.0}, "geometric_p"),
+    ],
+)
+def test_bad_settings_name_the_field(objective: Any, change: dict[str, Any], field: str) -> None:
+    with pytest.raises(UserError, match=f"objective.{field}"):
+        dataclasses.replace(objective, **change)

@@ -185,11 +185,18 @@ def test_masked_share_is_uniform_on_average(masking: str) -> None:
 def test_the_two_maskings_have_the_same_expected_masked_loss_weight() -> None:
     """1/(p R) and 1/num_masked agree in expectation: each example's masked weights sum to about 1."""
     item = example([1], range(10, 138))
-    for objective in (dataclasses.replace(REFUSION, slot_sizes=(4,)), dataclasses.replace(EXACT, slot_sizes=(4,))):
-        views = [
-            objective.view(item, noise(0, index=index, epoch=0, stream=Stream.TRAIN_NOISE)) for index in range(1500)
-        ]
-        total = np.mean([view.weights[view.term == 1].sum() for view in views])
+    plain = dataclasses.replace(REFUSION, slot_sizes=(4,))
+    for objective in (
+        plain,
+        dataclasses.replace(EXACT, slot_sizes=(4,)),
+        dataclasses.replace(plain, complementary=True),
+    ):
+        total = np.mean(
+            [
+                sum(view.weights[view.term == 1].sum() for view in objective.views(item, rng))
+                for rng in (noise(0, index=index, epoch=0, stream=Stream.TRAIN_NOISE) for index in range(1500))
+            ]
+        )
         assert total == pytest.approx(1.0, abs=0.06)
 
 
