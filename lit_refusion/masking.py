@@ -37,6 +37,18 @@ def mask_response(
     )
 
 
+def bernoulli_masks(
+    num_tokens: int, rng: np.random.Generator, *, eps: float, complementary: bool
+) -> list[tuple[np.ndarray, float]]:
+    """An iid mask ([num_tokens] bool) and its rate p = (1 - eps) t + eps, t ~ U(0, 1); its complement too, if asked.
+
+    Either way each mask's 1/p weighting is unbiased: a token is hidden in it with just that probability.
+    """
+    p_mask = (1 - eps) * rng.random() + eps
+    is_masked = rng.random(num_tokens) < p_mask
+    return [(is_masked, p_mask), (~is_masked, 1 - p_mask)][: 2 if complementary else 1]
+
+
 def pad_with_eos(example: Example, count: int) -> Example:
     """The response continued by `count` copies of its last token, the end-of-sequence token."""
     padding = np.full(count, example.response_ids[-1])

@@ -10,7 +10,7 @@ import numpy as np
 from lit_refusion.attention import FULL, Attention, annealed
 from lit_refusion.errors import UserError
 from lit_refusion.examples import Example
-from lit_refusion.masking import mask_response, pad_with_eos
+from lit_refusion.masking import bernoulli_masks, mask_response, pad_with_eos
 from lit_refusion.objective import Objective
 from lit_refusion.spec import DiffusionSpec
 from lit_refusion.views import View
@@ -70,14 +70,8 @@ class LLaDA(Objective):
         """One row, or two that complement each other."""
         if self.pad_policy == "eos":
             example = pad_with_eos(example, -len(example.response_ids) % self.pad_multiple)
-        p_mask = (1 - self.eps) * rng.random() + self.eps
-        is_masked = rng.random(len(example.response_ids)) < p_mask
-        if not self.complementary:
-            return [self.arrange(example, is_masked, p_mask=p_mask)]
-        return [
-            self.arrange(example, is_masked, p_mask=p_mask, share=0.5),
-            self.arrange(example, ~is_masked, p_mask=1 - p_mask, share=0.5),
-        ]
+        masks = bernoulli_masks(len(example.response_ids), rng, eps=self.eps, complementary=self.complementary)
+        return [self.arrange(example, is_masked, p_mask=p, share=1 / len(masks)) for is_masked, p in masks]
 
     def attention(self, step: int) -> Attention:
         """Full, or on the way there."""

@@ -215,5 +215,6 @@ def split_replies(counts: Sequence[int], *, limit: int) -> list[slice]:
 def interval_mask(intervals: Tensor, visible: int) -> Tensor:
     """[b, 1, Q, visible] bool from [b, Q, 6] interval bounds: a key is seen where any interval holds its place."""
     key = torch.arange(visible, device=intervals.device)
-    starts, stops = intervals[..., 0::2, None], intervals[..., 1::2, None]  # [b, Q, 3, 1]
-    return ((key >= starts) & (key < stops)).any(dim=2)[:, None]
+    bounds = intervals[..., None]  # [b, Q, 6, 1]
+    inside = [(key >= bounds[:, :, i]) & (key < bounds[:, :, i + 1]) for i in (0, 2, 4)]  # [b, Q, visible] each
+    return (inside[0] | inside[1] | inside[2])[:, None]
