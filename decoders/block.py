@@ -143,10 +143,9 @@ class _Response:
             candidates = self._candidates(hidden, start)
             reply = yield self._request(candidates, start=start, stop=stop)
             self.num_keyed = start
-            if is_opening:  # the clean row before the block gives its first token; the others then see it
-                chosen = candidates == start
-            else:
-                chosen = self._choose(reply, int(quotas[min(step, len(quotas) - 1)]))
+            # In the opening pass the clean row before the block gives its first token; the others then see it.
+            quota = int(quotas[min(step, len(quotas) - 1)])
+            chosen = candidates == start if is_opening else self._choose(reply, quota)
             step += 1
             revealed = candidates[chosen]
             self.text[revealed] = reply.tokens[chosen]
