@@ -31,7 +31,11 @@ class LLaDA(Objective):
         shift: false in the paper; true predicts a token from the row before it, for backbones that were causal.
         pad_policy: "eos" continues the response with end-of-sequence tokens, which are hidden, supervised and counted
             in R like any other (the official convention, so that a fixed canvas can end early).
-        pad_multiple: with "eos", the response is continued to a multiple of this.
+        pad_multiple: with "eos", padding goes up to a multiple of this many tokens.
+        pad_scope: what becomes a multiple: the "response", or the "row" with its prompt (set pad_multiple to the row
+            length to fill every row).
+            Padding to the longest row of a batch, as the official collator does, would make an example's loss depend
+            on its neighbours.
         complementary: make two rows of half weight, hiding a set of tokens and its complement (variance).
         attention_annealing_steps: steps over which the causal mask opens to full attention; 0 for full from the start.
     """
@@ -44,6 +48,7 @@ class LLaDA(Objective):
     shift: bool
     pad_policy: Literal["none", "eos"]
     pad_multiple: int
+    pad_scope: Literal["response", "row"]
     complementary: bool
     attention_annealing_steps: int
 
@@ -69,7 +74,8 @@ class LLaDA(Objective):
     def views(self, example: Example, rng: np.random.Generator) -> list[View]:
         """One row, or two that complement each other."""
         if self.pad_policy == "eos":
-            example = pad_with_eos(example, -len(example.response_ids) % self.pad_multiple)
+            length = len(example) if self.pad_scope == "row" else len(example.response_ids)
+            example = pad_with_eos(example, -length % self.pad_multiple)
         masks = bernoulli_masks(len(example.response_ids), rng, eps=self.eps, complementary=self.complementary)
         return [self.arrange(example, is_masked, p_mask=p, share=1 / len(masks)) for is_masked, p in masks]
 

@@ -26,7 +26,13 @@ from objectives.llada import LLaDA
 from tests.conftest import ARCHITECTURES, shared_folder
 
 LLADA = LLaDA(
-    eps=1e-3, shift=False, pad_policy="none", pad_multiple=32, complementary=False, attention_annealing_steps=0
+    eps=1e-3,
+    shift=False,
+    pad_policy="none",
+    pad_multiple=32,
+    pad_scope="response",
+    complementary=False,
+    attention_annealing_steps=0,
 )
 DREAM = Dream(eps=1e-3, weighting="cart", geometric_p=0.3, complementary=False, attention_annealing_steps=0)
 BLOCKS = BD3(
@@ -301,6 +307,10 @@ def test_padding_with_eos_is_hidden_and_counted() -> None:
     assert len(view) == 10
     assert set(view.targets[5:].tolist()) <= {2, IGNORE}
     assert view.weights.max() == pytest.approx(1 / (view.mask_rate * 8))
+    row = dataclasses.replace(objective, pad_scope="row").view(
+        example([1, 2], [5, 6, 2]), noise(0, index=1, epoch=0, stream=Stream.TRAIN_NOISE)
+    )
+    assert len(row) == 8
 
 
 def test_annealing_opens_the_future_step_by_step() -> None:
