@@ -33,9 +33,8 @@ class LLaDA(Objective):
             in R like any other (the official convention, so that a fixed canvas can end early).
         pad_multiple: with "eos", padding goes up to a multiple of this many tokens.
         pad_scope: what becomes a multiple: the "response", or the "row" with its prompt (set pad_multiple to the row
-            length to fill every row).
-            Padding to the longest row of a batch, as the official collator does, would make an example's loss depend
-            on its neighbours.
+            length to fill every row). Padding to the longest row of a batch, as the official collator does, would
+            make an example's loss depend on its neighbours.
         complementary: make two rows of half weight, hiding a set of tokens and its complement (variance).
         attention_annealing_steps: steps over which the causal mask opens to full attention; 0 for full from the start.
     """
