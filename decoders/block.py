@@ -12,7 +12,7 @@ from lit_refusion import reveal
 from lit_refusion.decoder import Decoder, agree
 from lit_refusion.engine.request import Reply, Request, Row, Sampling, visible
 from lit_refusion.errors import UserError
-from lit_refusion.generation import Generation, Step
+from lit_refusion.generation import Step
 from lit_refusion.reveal import Ranking
 from lit_refusion.spec import DiffusionSpec
 from lit_refusion.views import MASK
@@ -61,11 +61,7 @@ class BlockDecoder(Decoder):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"decoder.{name}={value}: must be at least 1")
-        if self.threshold is not None and not (0 <= self.threshold <= 1 and self.ranking in ("confidence", "margin")):
-            raise UserError(
-                f"decoder.threshold={self.threshold}: must lie in [0, 1], with ranking confidence or margin, found "
-                f"ranking={self.ranking}"
-            )
+        reveal.check_threshold(self.threshold, self.ranking)
         if self.temperature < 0 or not 0 < self.top_p <= 1:
             raise UserError(
                 f"decoder.temperature={self.temperature}, top_p={self.top_p}: temperature must not be negative, top_p "
@@ -114,16 +110,7 @@ class _Response:
             end = yield from self._denoise(start, stop)
             if end is not None:
                 break
-        response = self.text[len(self.prompt) :]
-        assert end is not None or (response != MASK).all(), "a token was left hidden"
-        revealed = response[response != MASK]
-        return Generation(
-            tokens=tuple((revealed if end is None else response[: end + 1]).tolist()),
-            uncut_tokens=tuple(revealed.tolist()),
-            forward_passes=len(self.steps),
-            stop="length" if end is None else "eos",
-            steps=tuple(self.steps),
-        )
+        return reveal.finish(self.text[len(self.prompt) :], end, self.steps, hidden=MASK)
 
     def _blocks(self) -> list[tuple[int, int]]:
         """(start, stop) of every block that holds response tokens; the first may begin inside the prompt."""

@@ -14,7 +14,7 @@ from lit_refusion import reveal
 from lit_refusion.decoder import Decoder, agree
 from lit_refusion.engine.request import Reply, Request, Row, Sampling, visible
 from lit_refusion.errors import UserError
-from lit_refusion.generation import Generation, Step
+from lit_refusion.generation import Step
 from lit_refusion.reveal import Ranking
 from lit_refusion.spec import DiffusionSpec
 from lit_refusion.views import MASK
@@ -83,11 +83,7 @@ class MaskedDecoder(Decoder):
                 f"decoder.temperature={self.temperature}, ranking_temperature={self.ranking_temperature}, guidance="
                 f"{self.guidance}, top_p={self.top_p}: the first three must not be negative, top_p must lie in (0, 1]"
             )
-        if self.threshold is not None and not (0 <= self.threshold <= 1 and self.ranking in ("confidence", "margin")):
-            raise UserError(
-                f"decoder.threshold={self.threshold}: must lie in [0, 1], with ranking confidence or margin, found "
-                f"ranking={self.ranking}"
-            )
+        reveal.check_threshold(self.threshold, self.ranking)
         if self.factor is not None and not (self.factor > 0 and self.ranking == "confidence"):
             raise UserError(
                 f"decoder.factor={self.factor}: must be positive, with ranking=confidence, not {self.ranking}"
@@ -151,7 +147,7 @@ class _Response:
                 self.steps.append(Step("idle", (), ()))
             if end is not None:
                 break
-        return self._finish(end)
+        return reveal.finish(self.response, end, self.steps, hidden=MASK)
 
     def _choose(self, reply: Reply, step: int, num_steps: int, quotas: np.ndarray) -> np.ndarray:
         """[r] bool: the candidates to reveal."""
@@ -209,15 +205,4 @@ class _Response:
             intervals=join(request.intervals, visible((length, np.full(length, 2 * length)))),
             guidance=self.settings.guidance,
             unconditional=(length - count) + np.arange(length - count, length),
-        )
-
-    def _finish(self, end: int | None) -> Generation:
-        assert end is not None or (self.response != MASK).all(), "a token was left hidden"
-        revealed = self.response[self.response != MASK]
-        return Generation(
-            tokens=tuple((revealed if end is None else self.response[: end + 1]).tolist()),
-            uncut_tokens=tuple(revealed.tolist()),
-            forward_passes=len(self.steps),
-            stop="length" if end is None else "eos",
-            steps=tuple(self.steps),
         )

@@ -21,7 +21,6 @@ from lit_refusion.views import Batch
 SHAPE_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 """Fields of a model's config that tell two models apart before their weights fail to load."""
 
-
 FIXED_SETTINGS = (
     "seed",
     "objective",
@@ -101,8 +100,7 @@ class TrainingModule(L.LightningModule):
         """Log the validation figures."""
         figures = self.validation_meter.compute()
         self.validation_meter.reset()
-        if not self.trainer.sanity_checking:
-            self._log("val", {k: v for k, v in figures.items() if k not in ("tokens", "supervised_tokens")})
+        self._log("val", {k: v for k, v in figures.items() if k not in ("tokens", "supervised_tokens")})
 
     def on_train_start(self) -> None:
         """Start the clock."""

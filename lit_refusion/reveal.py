@@ -5,11 +5,14 @@ Every rule reveals at least one candidate, so decoding always ends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
 from lit_refusion.engine.request import Reply
+from lit_refusion.errors import UserError
+from lit_refusion.generation import Generation, Step
 
 Ranking = Literal["confidence", "margin", "entropy", "random"]
 
@@ -84,3 +87,25 @@ def ended_at(response: np.ndarray, eos_token_id: int, hidden: int) -> int | None
     if len(ends) == 0 or (response[: ends[0]] == hidden).any():
         return None
     return int(ends[0])
+
+
+def finish(response: np.ndarray, end: int | None, steps: Sequence[Step], *, hidden: int) -> Generation:
+    """The Generation of a canvas, cut at `end`; only a response that ended may have left something hidden behind."""
+    assert end is not None or (response != hidden).all(), "a token was left hidden"
+    revealed = response[response != hidden]
+    return Generation(
+        tokens=tuple((revealed if end is None else response[: end + 1]).tolist()),
+        uncut_tokens=tuple(revealed.tolist()),
+        forward_passes=len(steps),
+        stop="length" if end is None else "eos",
+        steps=tuple(steps),
+    )
+
+
+def check_threshold(threshold: float | None, ranking: Ranking) -> None:
+    """Refuse a threshold that no score of this ranking can be compared with."""
+    if threshold is not None and not (0 <= threshold <= 1 and ranking in ("confidence", "margin")):
+        raise UserError(
+            f"decoder.threshold={threshold}: must lie in [0, 1], with ranking confidence or margin, found "
+            f"ranking={ranking}"
+        )

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from lit_refusion.backbone import BackboneConfig
+from lit_refusion.backbone import Backbone, BackboneConfig
 from lit_refusion.callbacks.interrupt import StopGracefully
 from lit_refusion.data.loader import DataModule, LoaderConfig
 from lit_refusion.data.shards import Shards
@@ -73,23 +74,8 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
     run = Path(config.run)
     resume_from = resume_point(run, config.resume)
     shards = Shards(config.data)
-    tokenizer_path = config.backbone.path or shards.folder / TOKENIZER
-    if config.backbone.path is None and not Path(tokenizer_path).is_dir():
-        raise UserError(f"{tokenizer_path}: missing; prepare the data again")
-    tokenizer = load_tokenizer(
-        tokenizer_path,
-        gguf_file=config.backbone.gguf_file,
-        trust_remote_code=config.backbone.trust_remote_code,
-    )
-    _check_tokenizer(tokenizer_fingerprint(tokenizer), shards, tokenizer_path)
-    backbone = config.backbone.load(tokenizer)
-    if config.objective.needs_mask_token:
-        check_mask_not_in_data(backbone.mask_token_id, shards.token_counts(), origin=config.data)
-    _check_window(shards, backbone.max_length, config.loader)
-    if config.backbone.attention != "sdpa" and not torch.cuda.is_available():
-        raise UserError(f"backbone.attention={config.backbone.attention}: trains on CUDA only; use sdpa here")
+    tokenizer, backbone = _load_fitting(config, shards)
     config.objective.prepare(backbone)
-
     data = DataModule(
         shards,
         config.objective,
@@ -136,6 +122,26 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
     score = trainer.callback_metrics.get("val/loss")
     loss = None if score is None else float(score)
     return TrainResult(run, trainer.global_step, stop.was_stopped, loss, trainer.is_global_zero)
+
+
+def _load_fitting(config: TrainConfig, shards: Shards) -> tuple[PreTrainedTokenizerBase, Backbone]:
+    """Tokenizer and backbone, after checking that data, model and settings fit together."""
+    tokenizer_path = config.backbone.path or shards.folder / TOKENIZER
+    if config.backbone.path is None and not Path(tokenizer_path).is_dir():
+        raise UserError(f"{tokenizer_path}: missing; prepare the data again")
+    tokenizer = load_tokenizer(
+        tokenizer_path,
+        gguf_file=config.backbone.gguf_file,
+        trust_remote_code=config.backbone.trust_remote_code,
+    )
+    _check_tokenizer(tokenizer_fingerprint(tokenizer), shards, tokenizer_path)
+    backbone = config.backbone.load(tokenizer)
+    if config.objective.needs_mask_token:
+        check_mask_not_in_data(backbone.mask_token_id, shards.token_counts(), origin=config.data)
+    _check_window(shards, backbone.max_length, config.loader)
+    if config.backbone.attention != "sdpa" and not torch.cuda.is_available():
+        raise UserError(f"backbone.attention={config.backbone.attention}: trains on CUDA only; use sdpa here")
+    return tokenizer, backbone
 
 
 def _check_tokenizer(fingerprint: str, shards: Shards, tokenizer_path: str | Path) -> None:

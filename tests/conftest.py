@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -64,6 +65,20 @@ def make_tokenizer(*, mask_token: str | None = "<|mask|>") -> PreTrainedTokenize
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def random_prompts(count: int, *, longest: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of ordinary token ids, of 1 to `longest` tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(10, 250, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+def confident_backbone(tokenizer: PreTrainedTokenizerBase, *, architecture: str = "qwen3", seed: int = 0) -> Backbone:
+    """Random weights with sharpened logits, so that thresholds divide the candidates."""
+    backbone = Backbone.from_architecture(ARCHITECTURES[architecture], tokenizer=tokenizer, seed=seed)
+    with torch.no_grad():
+        backbone.model.get_output_embeddings().weight.mul_(3.0)
+    return backbone
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from lit_refusion.chat import PromptFormat
 from lit_refusion.commands import compose
@@ -15,6 +16,7 @@ from lit_refusion.config import choices, load_config
 from lit_refusion.decoder import Decoder
 from lit_refusion.errors import UserError
 from lit_refusion.export import DType, load_model
+from lit_refusion.generation import Generation
 from lit_refusion.objective import Objective
 from lit_refusion.schema import build
 from lit_refusion.show_steps import render_steps
@@ -86,17 +88,21 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     generation = decoder.generate(model.backbone, [prompt], seed=settings.seed)[0]
     seconds = time.perf_counter() - start
+    _show(generation, model.tokenizer, seconds=seconds, show_steps=arguments.show_steps)
+    return 0
+
+
+def _show(generation: Generation, tokenizer: PreTrainedTokenizerBase, *, seconds: float, show_steps: bool) -> None:
     console = Console(highlight=False, soft_wrap=True, emoji=False)
-    if arguments.show_steps:
-        render_steps(generation, model.tokenizer, console)
-    console.print(str(model.tokenizer.decode(list(generation.tokens), skip_special_tokens=True)), markup=False)
+    if show_steps:
+        render_steps(generation, tokenizer, console)
+    console.print(str(tokenizer.decode(list(generation.tokens), skip_special_tokens=True)), markup=False)
     console.print(
         f"{len(generation.tokens)} tokens, {generation.forward_passes} forward passes "
         f"({generation.tokens_per_forward:.2f} tokens per pass), {len(generation.tokens) / seconds:.1f} tokens/s, "
         f"stopped by {generation.stop}" + "".join(f", {name} {v:.2f}" for name, v in generation.statistics.items()),
         style="dim",
     )
-    return 0
 
 
 def fitting_preset(spec: DiffusionSpec, config_dir: str | None) -> str:

@@ -108,6 +108,7 @@ class _Writer:
         self.dtype = np.dtype(np.uint16 if max(num_ids - 1, config.max_length) < 2**16 else np.uint32)
         self.token_counts = np.zeros(num_ids, np.int64)
         self.content = hashlib.sha256()
+        self.special_tokens = tokenizer.all_special_tokens
         self.rows: list[tuple[int, int, int, int, int, int]] = []
         self.prepared = Prepared(
             Manifest(
@@ -189,7 +190,7 @@ class _Writer:
                 f"data.prompt_format.template_kwargs: the chat template cannot use them: {error}"
             ) from error
         for text in (conversation.response, *(message["content"] for message in conversation.prompt)):
-            for token in self.tokenizer.all_special_tokens:
+            for token in self.special_tokens:
                 if token in text:
                     raise BadRecordError(f"{where}: its text holds the special token {token}; remove it")
         return _Text(_text_key(conversation), prompt, conversation.response)

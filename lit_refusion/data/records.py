@@ -123,10 +123,12 @@ def _text(record: dict[str, Any], field: str, *, where: str, setting: str = "") 
         raise BadRecordError(f"{where}: field '{field}' must be text, found {_brief(value)}")
     if not value.strip():
         raise BadRecordError(f"{where}: field '{field}' is empty")
-    if any("\ud800" <= character <= "\udfff" for character in value):
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
         raise BadRecordError(
             f"{where}: field '{field}' has half a surrogate pair, which is not text; repair the escape"
-        )
+        ) from error
     return value
 
 

@@ -17,7 +17,7 @@ from lit_refusion.errors import UserError
 from lit_refusion.examples import Example
 from lit_refusion.views import collate
 from objectives.bd3 import BD3
-from tests.conftest import ARCHITECTURES, make_tokenizer
+from tests.conftest import ARCHITECTURES, confident_backbone, make_tokenizer, random_prompts
 
 DECODER = BlockDecoder(
     max_new_tokens=14,
@@ -33,18 +33,6 @@ DECODER = BlockDecoder(
     shift=False,
     stop_at_eos=False,
 )
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(10, 250, rng.integers(1, 12)).tolist() for _ in range(count)]
-
-
-def confident(tokenizer: Any, *, architecture: str = "qwen3", seed: int = 0) -> Backbone:
-    backbone = Backbone.from_architecture(ARCHITECTURES[architecture], tokenizer=tokenizer, seed=seed)
-    with torch.no_grad():
-        backbone.model.get_output_embeddings().weight.mul_(3.0)
-    return backbone
 
 
 def block_numbers(length: int, num_prompt: int, decoder: BlockDecoder) -> np.ndarray:
@@ -113,9 +101,9 @@ def slow(backbone: Backbone, prompt: list[int], decoder: BlockDecoder) -> tuple[
     ids=str,
 )
 def test_equals_the_uncached_reference(tokenizer: Any, architecture: str, change: dict[str, Any]) -> None:
-    backbone = confident(tokenizer, architecture=architecture)
+    backbone = confident_backbone(tokenizer, architecture=architecture)
     decoder = dataclasses.replace(DECODER, **change)
-    for prompt in prompts(4):
+    for prompt in random_prompts(4, longest=11):
         tokens, passes = slow(backbone, prompt, decoder)
         generation = decoder.generate(backbone, [prompt])[0]
         assert list(generation.tokens) == tokens
@@ -124,16 +112,16 @@ def test_equals_the_uncached_reference(tokenizer: Any, architecture: str, change
 
 @pytest.mark.parametrize("change", [{}, {"ranking": "random"}, {"temperature": 1.0}, {"stop_at_eos": True}], ids=str)
 def test_batch_equals_singles(tokenizer: Any, change: dict[str, Any]) -> None:
-    backbone = confident(tokenizer)
+    backbone = confident_backbone(tokenizer)
     decoder = dataclasses.replace(DECODER, **change)
-    asked = prompts(7)
+    asked = random_prompts(7, longest=11)
     together = decoder.generate(backbone, asked, seed=4)
     assert together == [decoder.generate(backbone, [p], seed=4, indices=[i])[0] for i, p in enumerate(asked)]
 
 
 def test_finished_blocks_are_not_run_again(tokenizer: Any) -> None:
     """Prompt of two blocks, then per block: the block before it once as clean text, and itself in every pass."""
-    backbone = confident(tokenizer)
+    backbone = confident_backbone(tokenizer)
     widths = []
     original = backbone.model.base_model.forward
     backbone.model.base_model.forward = lambda **kw: (widths.append(kw["input_ids"].shape[1]), original(**kw))[1]
@@ -144,8 +132,8 @@ def test_finished_blocks_are_not_run_again(tokenizer: Any) -> None:
 @pytest.mark.parametrize("origin", ["sequence", "response"])
 def test_first_pass_sees_what_training_saw(tokenizer: Any, origin: Any) -> None:
     """The candidates of a block's first pass are those of the training row with that block hidden."""
-    backbone = confident(tokenizer)
-    prompt = prompts(1, seed=3)[0]
+    backbone = confident_backbone(tokenizer)
+    prompt = random_prompts(1, longest=11, seed=3)[0]
     decoder = dataclasses.replace(DECODER, block_origin=origin, steps_per_block=1)
     response = np.array(decoder.generate(backbone, [prompt])[0].tokens)  # one pass per block: all its candidates
     objective = BD3(
@@ -171,7 +159,7 @@ def test_first_pass_sees_what_training_saw(tokenizer: Any, origin: Any) -> None:
 )
 @settings(max_examples=25, deadline=None)
 def test_nothing_stays_hidden(length: int, block: int, steps: int, origin: Any, shift: bool) -> None:
-    backbone = confident(make_tokenizer(), seed=1)
+    backbone = confident_backbone(make_tokenizer(), seed=1)
     decoder = dataclasses.replace(
         DECODER, max_new_tokens=length, block_size=block, steps_per_block=steps, block_origin=origin, shift=shift,
         ranking="random",
@@ -184,7 +172,7 @@ def test_nothing_stays_hidden(length: int, block: int, steps: int, origin: Any, 
 
 def test_shift_reveals_the_first_token_alone(tokenizer: Any) -> None:
     """The others of the block then see it; with threshold 1.0 every pass reveals one token."""
-    backbone = confident(tokenizer)
+    backbone = confident_backbone(tokenizer)
     decoder = dataclasses.replace(DECODER, shift=True, threshold=1.0, steps_per_block=None, max_new_tokens=8)
     steps = decoder.generate(backbone, [[20] * 8])[0].steps
     assert [len(step.committed) for step in steps] == [1] * 8
@@ -192,8 +180,8 @@ def test_shift_reveals_the_first_token_alone(tokenizer: Any) -> None:
 
 
 def test_stop_at_eos(tokenizer: Any) -> None:
-    backbone = confident(tokenizer)
-    prompt = prompts(1)[0]
+    backbone = confident_backbone(tokenizer)
+    prompt = random_prompts(1, longest=11)[0]
     whole = DECODER.generate(backbone, [prompt])[0]
     backbone._eos_token_id = whole.tokens[5]
     stopped = dataclasses.replace(DECODER, stop_at_eos=True).generate(backbone, [prompt])[0]

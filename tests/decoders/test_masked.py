@@ -18,7 +18,7 @@ from lit_refusion.backbone import Backbone
 from lit_refusion.engine.scheduler import decode
 from lit_refusion.errors import UserError
 from lit_refusion.spec import DiffusionSpec
-from tests.conftest import ARCHITECTURES, make_tokenizer, shared_folder
+from tests.conftest import ARCHITECTURES, confident_backbone, make_tokenizer, random_prompts, shared_folder
 
 DECODER = MaskedDecoder(
     max_new_tokens=16,
@@ -39,18 +39,6 @@ DECODER = MaskedDecoder(
     as_released=False,
     stop_at_eos=False,
 )
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(10, 250, rng.integers(1, 14)).tolist() for _ in range(count)]
-
-
-def confident(tokenizer: Any, *, architecture: str = "qwen3", seed: int = 0) -> Backbone:
-    backbone = Backbone.from_architecture(ARCHITECTURES[architecture], tokenizer=tokenizer, seed=seed)
-    with torch.no_grad():
-        backbone.model.get_output_embeddings().weight.mul_(3.0)
-    return backbone
 
 
 @torch.no_grad()
@@ -187,9 +175,9 @@ def test_golden_decodes_in_one_batch(golden: tuple[Backbone, list[dict[str, Any]
     ids=str,
 )
 def test_equals_the_slow_reference(tokenizer: Any, architecture: str, change: dict[str, Any]) -> None:
-    backbone = confident(tokenizer, architecture=architecture)
+    backbone = confident_backbone(tokenizer, architecture=architecture)
     decoder = dataclasses.replace(DECODER, **change)
-    for prompt in prompts(3):
+    for prompt in random_prompts(3, longest=13):
         tokens, passes = slow(backbone, prompt, decoder)
         generation = decoder.generate(backbone, [prompt])[0]
         assert list(generation.tokens) == tokens
@@ -210,9 +198,9 @@ def test_equals_the_slow_reference(tokenizer: Any, architecture: str, change: di
     ids=str,
 )
 def test_batch_equals_singles(tokenizer: Any, change: dict[str, Any]) -> None:
-    backbone = confident(tokenizer)
+    backbone = confident_backbone(tokenizer)
     decoder = dataclasses.replace(DECODER, **change)
-    asked = prompts(7)
+    asked = random_prompts(7, longest=13)
     together = decoder.generate(backbone, asked, seed=2)
     assert together == [decoder.generate(backbone, [p], seed=2, indices=[i])[0] for i, p in enumerate(asked)]
 
@@ -259,9 +247,11 @@ def slow_cached(backbone: Backbone, prompt: list[int], decoder: MaskedDecoder) -
 def test_caches_equal_transformers_own(tokenizer: Any, cache: Any, shift: bool) -> None:
     differ = 0
     for seed in range(3):
-        backbone = confident(tokenizer, seed=seed)
+        backbone = confident_backbone(tokenizer, seed=seed)
         decoder = dataclasses.replace(DECODER, cache=cache, shift=shift, threshold=0.5, max_new_tokens=21)
-        for prompt, generation in zip(prompts(3), decoder.generate(backbone, prompts(3)), strict=True):
+        for prompt, generation in zip(
+            random_prompts(3, longest=13), decoder.generate(backbone, random_prompts(3, longest=13)), strict=True
+        ):
             assert list(generation.tokens) == slow_cached(backbone, prompt, decoder)
             uncached = dataclasses.replace(decoder, cache="none").generate(backbone, [prompt])[0]
             differ += uncached.tokens != generation.tokens
@@ -269,8 +259,8 @@ def test_caches_equal_transformers_own(tokenizer: Any, cache: Any, shift: bool) 
 
 
 def test_ranking_temperature_draws_other_positions(tokenizer: Any) -> None:
-    backbone = confident(tokenizer)
-    prompt = prompts(1)
+    backbone = confident_backbone(tokenizer)
+    prompt = random_prompts(1, longest=13)
     orders = {
         temperature: [
             step.committed
@@ -285,15 +275,15 @@ def test_ranking_temperature_draws_other_positions(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_caches_are_exact_where_a_block_takes_one_pass(tokenizer: Any, cache: str) -> None:
-    backbone = confident(tokenizer)
+    backbone = confident_backbone(tokenizer)
     one_pass = dataclasses.replace(DECODER, steps=2)
-    for prompt in prompts(3):
+    for prompt in random_prompts(3, longest=13):
         cached = dataclasses.replace(one_pass, cache=cache).generate(backbone, [prompt])
         assert cached == one_pass.generate(backbone, [prompt])
 
 
 def test_dual_cache_feeds_the_block_alone(tokenizer: Any) -> None:
-    backbone = confident(tokenizer)
+    backbone = confident_backbone(tokenizer)
     widths = []
     original = backbone.model.base_model.forward
     backbone.model.base_model.forward = lambda **kw: (widths.append(kw["input_ids"].shape[1]), original(**kw))[1]
@@ -309,7 +299,7 @@ def test_dual_cache_feeds_the_block_alone(tokenizer: Any) -> None:
 )
 @settings(max_examples=25, deadline=None)
 def test_nothing_stays_hidden(length: int, block: int | None, steps: int, schedule: Any) -> None:
-    backbone = confident(make_tokenizer(), seed=1)
+    backbone = confident_backbone(make_tokenizer(), seed=1)
     decoder = dataclasses.replace(
         DECODER, max_new_tokens=length, block_size=block, steps=steps, schedule=schedule, ranking="random"
     )
@@ -320,8 +310,8 @@ def test_nothing_stays_hidden(length: int, block: int | None, steps: int, schedu
 
 
 def test_stop_at_eos_costs_nothing_more(tokenizer: Any) -> None:
-    backbone = confident(tokenizer)
-    prompt = prompts(1)[0]
+    backbone = confident_backbone(tokenizer)
+    prompt = random_prompts(1, longest=13)[0]
     whole = DECODER.generate(backbone, [prompt])[0]
     eos = whole.tokens[3]  # pretend that an early token is end-of-sequence
     backbone._eos_token_id = eos
