@@ -1,5 +1,6 @@
 """One training example as token ids. Shapes: P prompt tokens, R response tokens."""
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,3 +24,9 @@ class Example:
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+
+def token_digest(tokens: np.ndarray, num_prompt: int) -> int:
+    """64-bit hash of an example's token ids and of the place where its prompt ends."""
+    content = num_prompt.to_bytes(8, "little") + tokens.astype("<u4").tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

@@ -26,6 +26,7 @@ class LossMeter(Metric):
     losses: Tensor
     counts: Tensor
     tokens: Tensor
+    places: Tensor
 
     def __init__(self, terms: tuple[str, ...]) -> None:
         super().__init__()
@@ -35,6 +36,7 @@ class LossMeter(Metric):
             "losses": (len(terms), NUM_BUCKETS + 1),
             "counts": (len(terms), NUM_BUCKETS + 1),
             "tokens": (),
+            "places": (),
             "denominators": (),
         }
         for name, shape in shapes.items():
@@ -51,10 +53,12 @@ class LossMeter(Metric):
         self.losses.view(-1).index_add_(0, place, value)
         self.counts.view(-1).index_add_(0, place, torch.ones_like(value))
         self.tokens += (batch.segment_ids > 0).sum()
+        self.places += batch.segment_ids.numel()
         self.denominators += denominator
 
     def compute(self) -> dict[str, float]:
-        """Figures by name: `loss`, `loss/TERM`, `ce/TERM`, `ce/TERM/rate_A-B`, `supervised_tokens`, `tokens`."""
+        """Figures by name: `loss`, `loss/TERM`, `ce/TERM`, `ce/TERM/rate_A-B`, `supervised_tokens`, `tokens`,
+        `padding` (share of the places in rows that hold no token)."""
         weighted, losses, counts = self.weighted.tolist(), self.losses.tolist(), self.counts.tolist()
         denominator = max(self.denominators.item(), 1e-12)
         figures = {"loss": sum(weighted) / denominator}
@@ -68,4 +72,5 @@ class LossMeter(Metric):
                     figures[f"ce/{name}/rate_{bounds}"] = losses[number][bucket] / counts[number][bucket]
         figures["supervised_tokens"] = sum(map(sum, counts))
         figures["tokens"] = self.tokens.item()
+        figures["padding"] = 1 - self.tokens.item() / max(1.0, self.places.item())
         return figures

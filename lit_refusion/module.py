@@ -15,23 +15,9 @@ from lit_refusion.errors import UserError
 from lit_refusion.meter import LossMeter
 from lit_refusion.objective import Loss, Objective
 from lit_refusion.optimizer import OptimizerConfig
+from lit_refusion.resume import describe, differences, model_differences
 from lit_refusion.run_folder import RECORD_KEY
 from lit_refusion.views import Batch
-
-SHAPE_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-"""Fields of a model's config that tell two models apart before their weights fail to load."""
-
-FIXED_SETTINGS = (
-    "seed",
-    "objective",
-    "optimizer",
-    "trainer.global_batch_size",
-    "trainer.gradient_clip",
-    "loader.validation_fraction",
-    "loader.max_training_examples",
-    "loader.mask_rates",
-)
-"""Settings that a resumed run must share with its checkpoint; the others change speed, logging or length."""
 
 
 class TrainingModule(L.LightningModule):
@@ -48,6 +34,7 @@ class TrainingModule(L.LightningModule):
         max_steps: optimizer steps of the whole run.
         log_every: steps between logged figures, which are means over those steps.
         record: plain data saved in every checkpoint (resolved config, DiffusionSpec, fingerprints).
+        force_resume: go on from a checkpoint of other settings or data.
     """
 
     def __init__(
@@ -59,10 +46,12 @@ class TrainingModule(L.LightningModule):
         max_steps: int,
         log_every: int,
         record: dict[str, Any],
+        force_resume: bool = False,
     ) -> None:
         super().__init__()
         self.backbone, self.objective, self.optimizer_config = backbone, objective, optimizer
         self.max_steps, self.log_every, self.record = max_steps, log_every, record
+        self.force_resume = force_resume
         self.train_meter = LossMeter(objective.terms)
         self.validation_meter = LossMeter(objective.terms)
         self._logged_step = 0
@@ -100,7 +89,7 @@ class TrainingModule(L.LightningModule):
         """Log the validation figures."""
         figures = self.validation_meter.compute()
         self.validation_meter.reset()
-        self._log("val", {k: v for k, v in figures.items() if k not in ("tokens", "supervised_tokens")})
+        self._log("val", {k: v for k, v in figures.items() if k not in ("tokens", "supervised_tokens", "padding")})
 
     def on_train_start(self) -> None:
         """Start the clock."""
@@ -181,22 +170,18 @@ class TrainingModule(L.LightningModule):
         """Refuse to go on from another objective's, data set's or model's checkpoint."""
         if saved is None:
             raise UserError(f"resume: the checkpoint has no '{RECORD_KEY}' record; choose another run folder")
-        pairs = {
-            "objective": (saved["spec"]["objective"], self.objective.name),
-            "data fingerprint": (saved["data_fingerprint"], self.record["data_fingerprint"]),
-            "tokenizer fingerprint": (saved["tokenizer_fingerprint"], self.record["tokenizer_fingerprint"]),
-        }
-        ours = self.record["model_config"]
-        pairs |= {f"model's {name}": (saved["model_config"].get(name), ours.get(name)) for name in SHAPE_FIELDS}
-        pairs |= {
-            f"setting {name}": (_setting(saved["config"], name), _setting(self.record["config"], name))
-            for name in FIXED_SETTINGS
-        }
-        for name, (theirs, own) in pairs.items():
-            if theirs != own:
-                raise UserError(
-                    f"resume: the checkpoint's {name} is {theirs!r}, this run's is {own!r}; choose another run folder"
-                )
+        if found := model_differences(saved, self.record):
+            raise UserError(
+                f"resume: the checkpoint's weights do not fit ({describe(found)}); choose another run folder"
+            )
+        found = differences(saved, self.record)
+        if found and not self.force_resume:
+            raise UserError(
+                f"resume: the run has changed: {describe(found)}; choose another run folder, or go on all the same "
+                "with resume=force"
+            )
+        if found and self.trainer.is_global_zero:
+            print(f"resume=force, although {describe(found)}", flush=True)
 
     def _denominator(self, batch: Batch) -> int:
         by_examples = self.objective.normalizer == "examples"
@@ -216,11 +201,3 @@ class TrainingModule(L.LightningModule):
     def shown_figures(objective: Objective) -> tuple[str, ...]:
         """Names of the figures for a progress display."""
         return ("loss", *(f"ce/{term}" for term in objective.terms), "tokens_per_second")
-
-
-def _setting(config: dict[str, Any], key: str) -> Any:
-    """The value at a dotted key."""
-    value: Any = config
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lit_refusion.errors import UserError
 
-LAST, BEST, TOKENIZER = "last", "best", "tokenizer"
+LAST, PREVIOUS, BEST, TOKENIZER = "last", "previous", "best", "tokenizer"
 RECORD_KEY = "lit_refusion"
 """Key of our record in a checkpoint: resolved config, DiffusionSpec, fingerprints, model config, prompt format."""
 
@@ -24,31 +27,58 @@ def checkpoint_path(run: Path, name: str) -> Path:
 
 
 def resume_point(run: Path, resume: str | None) -> Path | None:
-    """The checkpoint to continue from, None for a fresh start.
+    """The checkpoint to continue from, None for a fresh start: the last one, or the one before if it is damaged.
 
     Raises:
-        UserError: the run exists already and is not to be continued, or its checkpoint is damaged.
+        UserError: the run exists already and is not to be continued, or all of its checkpoints are damaged.
     """
     if run.exists() and not run.is_dir():
         raise UserError(f"run={run}: it is a file; choose a folder")
-    last = checkpoint_path(run, LAST)
-    if not last.exists():
+    found = [path for name in (LAST, PREVIOUS) if (path := checkpoint_path(run, name)).exists()]
+    if not found:
         return None
     if resume is None:
         raise UserError(
             f"run={run}: it holds a checkpoint already; continue it with resume=auto, or choose another run"
         )
-    if last.is_file() and not zipfile.is_zipfile(last):
-        raise UserError(f"{last}: damaged; put another checkpoint in its place, or choose another run folder")
-    return last
+    whole = next((path for path in found if is_whole(path)), None)
+    if whole is None:
+        names = " and ".join(map(str, found))
+        raise UserError(f"{names}: damaged; put another checkpoint in its place, or choose another run folder")
+    if whole != found[0]:
+        _warn(f"warning: {found[0]} is damaged; going on from the one before it, {whole}")
+    return whole
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint file can be read to its end: its checksums are compared, nothing is loaded.
+
+    A folder, as sharded strategies write it, is taken as it is.
+    """
+    if checkpoint.is_dir():
+        return True
+    try:
+        with zipfile.ZipFile(checkpoint) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError, zlib.error):
+        return False
+
+
+@rank_zero_only
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its target and renames it: what stands under the name is always whole.
 
-    Lightning's own writer goes through memory and the temporary folder, which may lie on another file system, where
-    the last step is a copy that can be cut off.
+    The last state but one stays as `previous`, in case the disk damages the last. Lightning's own writer goes through
+    memory and the temporary folder, which may lie on another file system, where the last step is a copy that can be
+    cut off.
     """
+
+    def __init__(self) -> None:
+        self._resumed_from: Path | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write, flush to disk, rename."""
@@ -60,9 +90,29 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
+            if target.stem == LAST:
+                self._keep_previous(target)
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read, and note where from."""
+        self._resumed_from = Path(path)
+        return super().load_checkpoint(path, *args, **kwargs)
+
+    def _keep_previous(self, last: Path) -> None:
+        previous = last.with_stem(PREVIOUS)
+        resumed_from, self._resumed_from = self._resumed_from, None
+        if not last.exists() or resumed_from == previous:  # then the last one is damaged
+            return
+        link = last.with_name(f".{previous.name}.partial")
+        link.unlink(missing_ok=True)
+        try:
+            os.link(last, link)  # so that there is a last one at every moment
+        except OSError:  # a file system without links
+            last.replace(link)
+        link.replace(previous)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -15,12 +15,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_refusion.callbacks.interrupt import StopGracefully
+from lit_refusion.callbacks.save_last import SaveLast
 from lit_refusion.data.loader import DataModule
 from lit_refusion.errors import UserError, first_line
 from lit_refusion.metrics_file import CsvMetrics
 from lit_refusion.module import TrainingModule
 from lit_refusion.progress import LineLogger, ProgressBar
-from lit_refusion.run_folder import BEST, LAST, AtomicCheckpointIO
+from lit_refusion.run_folder import BEST, LAST, AtomicCheckpointIO, checkpoint_path
 
 POSITIVE_SETTINGS = ("max_steps", "epochs", "global_batch_size", "gradient_clip", "validate_every", "log_every",
                      "checkpoint_every", "num_nodes")  # fmt: skip
@@ -37,7 +38,7 @@ class TrainerConfig:
         gradient_clip: largest gradient norm; null for none.
         validate_every: steps between validations.
         log_every: steps between logged figures.
-        checkpoint_every: steps between saves of the last state.
+        checkpoint_every: steps between saves of the last state; the one before it is kept as well.
         precision: "auto" is fp32 on CPU and bf16 on CUDA.
         accelerator: "auto", "cpu" or "gpu".
         devices: devices per node, or "auto".
@@ -156,15 +157,17 @@ def _devices_per_node(config: TrainerConfig, on_cuda: bool) -> int:
 
 def _checkpoints(config: TrainerConfig, run: Path, *, has_validation: bool) -> list[Callback]:
     folder = run / "checkpoints"
-    last = ModelCheckpoint(
-        folder, LAST, every_n_train_steps=config.checkpoint_every, enable_version_counter=False, save_top_k=1
+    last = SaveLast(
+        checkpoint_path(run, LAST),
+        every=config.checkpoint_every,
+        validate_every=config.validate_every if has_validation else None,
     )
     if not has_validation:
         return [last]
     best = ModelCheckpoint(
         folder, BEST, monitor="val/loss", enable_version_counter=False, save_on_train_epoch_end=False
     )
-    return [last, best]
+    return [best, last]  # the saved state knows the best one
 
 
 def _logger(name: str, run: Path) -> Logger:

@@ -13,14 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_refusion.backbone import Backbone, BackboneConfig
 from lit_refusion.callbacks.interrupt import StopGracefully
-from lit_refusion.data.loader import DataModule, LoaderConfig
+from lit_refusion.data.loader import DataModule, LoaderConfig, plain_worker_errors
+from lit_refusion.data.remote import CacheConfig
 from lit_refusion.data.shards import Shards
 from lit_refusion.errors import UserError
 from lit_refusion.mask_token import check_mask_not_in_data
 from lit_refusion.module import TrainingModule
 from lit_refusion.objective import Objective
 from lit_refusion.optimizer import OptimizerConfig
-from lit_refusion.run_folder import LAST, TOKENIZER, checkpoint_path, resume_point
+from lit_refusion.run_folder import TOKENIZER, resume_point
 from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
 from lit_refusion.trainer import TrainerConfig, make_trainer
 
@@ -31,9 +32,11 @@ class TrainConfig:
 
     Args:
         run: folder of the run.
-        resume: null starts afresh; "auto" continues from the run's last checkpoint where there is one.
+        resume: null starts afresh; "auto" continues from the run's last checkpoint where there is one; "force" does so
+            although settings or data have changed.
         seed: keys order and noise.
-        data: folder of the prepared data.
+        data: folder of the prepared data, or a URL of one.
+        cache: where the files of a URL are kept.
         objective: the training method.
         backbone: the model.
         loader: how examples become batches.
@@ -42,9 +45,10 @@ class TrainConfig:
     """
 
     run: str
-    resume: Literal["auto"] | None
+    resume: Literal["auto", "force"] | None
     seed: int
     data: str
+    cache: CacheConfig
     objective: Objective
     backbone: BackboneConfig
     loader: LoaderConfig
@@ -73,7 +77,7 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         raise UserError(f"run={config.run!r}, seed={config.seed}: give a folder, and a seed that is not negative")
     run = Path(config.run)
     resume_from = resume_point(run, config.resume)
-    shards = Shards(config.data)
+    shards = Shards(config.data, cache=config.cache)
     tokenizer, backbone = _load_fitting(config, shards)
     config.objective.prepare(backbone)
     data = DataModule(
@@ -101,9 +105,10 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         max_steps=max_steps,
         log_every=config.trainer.log_every,
         record=record,
+        force_resume=config.resume == "force",
     )
     run.mkdir(parents=True, exist_ok=True)
-    stop = StopGracefully(checkpoint_path(run, LAST))
+    stop = StopGracefully()
     trainer = make_trainer(config.trainer, data, run=run, max_steps=max_steps, stop=stop)
     if trainer.is_global_zero:
         (run / "config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
@@ -118,7 +123,8 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         warnings.filterwarnings("ignore", ".*exists and is not empty.*")
         warnings.filterwarnings("ignore", ".*isinstance\\(treespec, LeafSpec\\).*")
-        trainer.fit(module, data, ckpt_path=resume_from, weights_only=True)
+        with plain_worker_errors():
+            trainer.fit(module, data, ckpt_path=resume_from, weights_only=True)
     score = trainer.callback_metrics.get("val/loss")
     loss = None if score is None else float(score)
     return TrainResult(run, trainer.global_step, stop.was_stopped, loss, trainer.is_global_zero)
@@ -169,7 +175,7 @@ def _check_window(shards: Shards, max_length: int | None, loader: LoaderConfig) 
 def _header(config: TrainConfig, *, spec: dict[str, Any], backbone: Any, data: DataModule, max_steps: int) -> str:
     parameters = sum(p.numel() for p in backbone.parameters())
     return (
-        f"{config.objective.name}: {parameters:,} parameters, {len(data.plan.indices):,} training and "
+        f"{config.objective.name}: {parameters:,} parameters, {data.plan.epoch_size:,} training and "
         f"{len(data.validation_indices):,} validation examples, {max_steps:,} steps of "
         f"{config.trainer.global_batch_size}\n"
         f"conventions: " + ", ".join(f"{name} {value}" for name, value in spec.items() if name != "objective")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -11,25 +10,19 @@ import lightning as L
 
 
 class StopGracefully(L.Callback):
-    """On the first Ctrl-C (or SIGTERM) finish the step, save and stop; the second one interrupts at once.
+    """On the first Ctrl-C, SIGTERM or SIGUSR1 (Slurm's) finish the step and stop; the second interrupts at once.
 
-    Also saves when training ends by itself, so that `last.ckpt` is always the state that the run ended in.
-
-    Args:
-        checkpoint: where the last state goes.
+    The state that training ends in is saved by `SaveLast`.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self) -> None:
         self.was_stopped = False
-        self._saved_step = -1
         self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take over the signals."""
-        self._saved_step = trainer.global_step
         for number in self.SIGNALS:
             self._previous[number] = signal.signal(number, self._request)
 
@@ -45,12 +38,10 @@ class StopGracefully(L.Callback):
             trainer.should_stop = True  # so the final state is validated, whatever the interval
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the state that training ended in."""
+        """Give the signals back."""
         self._restore()
-        if trainer.global_step != self._saved_step:
-            trainer.save_checkpoint(self.checkpoint)
         if self.was_stopped and trainer.is_global_zero:
-            print(f"stopped at step {trainer.global_step}, saved {self.checkpoint}; continue with resume=auto")
+            print(f"stopped at step {trainer.global_step}; continue with resume=auto", flush=True)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Give the signals back."""

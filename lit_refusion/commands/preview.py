@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lit_refusion.commands import compose
+from lit_refusion.data.remote import CacheConfig
 from lit_refusion.data.shards import Shards
 from lit_refusion.errors import UserError
 from lit_refusion.noise import Stream, noise
@@ -23,7 +24,8 @@ class PreviewConfig:
     """What to show.
 
     Args:
-        data: folder of prepared data.
+        data: folder of prepared data, or a URL of one.
+        cache: where the files of a URL are kept.
         objective: the training method.
         example: number of the example.
         epoch: epoch whose noise is shown.
@@ -33,6 +35,7 @@ class PreviewConfig:
     """
 
     data: str
+    cache: CacheConfig
     objective: Objective
     example: int
     epoch: int
@@ -52,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config is None:
         return 0
     settings = build({**config, "data": config["data"]["folder"]}, PreviewConfig)
-    shards = Shards(settings.data)
+    shards = Shards(settings.data, cache=settings.cache)
     if not 0 <= settings.example < len(shards):
         raise UserError(f"example={settings.example}: {settings.data} has examples 0 to {len(shards) - 1}")
     tokenizer = load_tokenizer(shards.folder / "tokenizer")

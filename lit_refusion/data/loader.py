@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,9 +13,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lit_refusion.data.plan import Plan, Visit, accumulation, sequential
+from lit_refusion.data import split
+from lit_refusion.data.plan import Plan, Visit, accumulation, deal, sequential
 from lit_refusion.data.shards import Shards
-from lit_refusion.errors import UserError
+from lit_refusion.errors import UserError, first_line
 from lit_refusion.noise import FirstUniform, Stream, noise
 from lit_refusion.objective import Objective
 from lit_refusion.views import IGNORE, Batch, View, collate, pack
@@ -36,6 +38,8 @@ class LoaderConfig:
         max_training_examples: train on this many examples, those with the smallest hashes of their text: the same
             subset for every objective, order and worker count; null for all.
         max_validation_examples: the same for the held-out examples.
+        mixture: how often an epoch shows each source, by its name; 1 for those not named. The number of examples is
+            exact, and a source with a fraction goes on in the next epoch where it stopped.
         mask_rates: how the first uniform of an example, its mask rate, is drawn in training: "independent" (as the
             papers do), "stratified" (one from each of the step's equal slices of [0, 1)) or "antithetic" (u and 1 - u
             in pairs); the same examples get the same rates on any number of devices.
@@ -49,6 +53,7 @@ class LoaderConfig:
     validation_fraction: float
     max_training_examples: int | None
     max_validation_examples: int | None
+    mixture: dict[str, float]
     mask_rates: MaskRates
 
     def __post_init__(self) -> None:
@@ -62,6 +67,9 @@ class LoaderConfig:
                 raise UserError(f"loader.{name}={getattr(self, name)}: must be at least 1, or null for all")
         if not 0 <= self.validation_fraction < 1:
             raise UserError(f"loader.validation_fraction={self.validation_fraction}: must lie in [0, 1)")
+        for name, weight in self.mixture.items():
+            if weight < 0:
+                raise UserError(f"loader.mixture.{name}={weight}: must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,16 +118,25 @@ class TrainBatches(Dataset):
     def __init__(self, maker: ViewMaker, plan: Plan, *, num_micro_batches: int, rank: int, world_size: int) -> None:
         self.maker, self.plan = maker, plan
         self.num_micro_batches, self.rank, self.world_size = num_micro_batches, rank, world_size
-        self.response_lengths = maker.shards.response_lengths()
+        self._dealt: tuple[int, list[list[Visit]], int] = (-1, [], 0)  # the last step, its hands, its response tokens
 
     def __getitem__(self, number: int) -> Batch:
         step, turn = divmod(number, self.num_micro_batches)
-        hands = self.plan.micro_batches(step, count=self.num_micro_batches * self.world_size)
+        if self._dealt[0] != step:
+            self._dealt = (step, *self._deal(step))
+        _, hands, num_response_tokens = self._dealt
         return self.maker.batch(
             hands[turn * self.world_size + self.rank],
             num_examples=self.plan.global_batch_size,
-            num_response_tokens=int(sum(self.response_lengths[v.index] for hand in hands for v in hand)),
+            num_response_tokens=num_response_tokens,
         )
+
+    def _deal(self, step: int) -> tuple[list[list[Visit]], int]:
+        visits = self.plan.step(step)
+        indices = np.array([visit.index for visit in visits])
+        shards = self.maker.shards
+        hands = deal(visits, shards.lengths(indices), count=self.num_micro_batches * self.world_size)
+        return hands, int(shards.response_lengths(indices).sum())
 
 
 class ValidationBatches(Dataset):
@@ -127,7 +144,7 @@ class ValidationBatches(Dataset):
 
     def __init__(self, maker: ViewMaker, indices: np.ndarray, *, rank: int, world_size: int) -> None:
         self.maker, self.indices = maker, indices
-        self.num_response_tokens = int(maker.shards.response_lengths()[indices].sum())
+        self.num_response_tokens = int(maker.shards.response_lengths(indices).sum())
         batches = sequential(indices, size=maker.config.micro_batch_size)
         self.batches = [
             batches[i] if i < len(batches) else []
@@ -183,10 +200,12 @@ class DataModule(L.LightningDataModule):
         super().__init__()
         self.shards, self.objective, self.config = shards, objective, config
         self.mask_token_id, self.seed = mask_token_id, seed
-        train, validation = shards.split(config.validation_fraction)
-        train = _smallest_keys(train, shards, config.max_training_examples)
-        self.validation_indices = _smallest_keys(validation, shards, config.max_validation_examples)
-        self.plan = Plan(train, shards.lengths(), seed=seed, global_batch_size=global_batch_size)
+        train, validation = split.split(shards, config.validation_fraction)
+        train = split.smallest_keys(shards, train, config.max_training_examples)
+        validation = split.smallest_keys(shards, validation, config.max_validation_examples)
+        self.validation_indices = split.numbers(validation)
+        weights = _weights(config.mixture, [source["name"] for source in shards.manifest.sources])
+        self.plan = Plan(train, weights=weights, seed=seed, global_batch_size=global_batch_size)
 
     def num_micro_batches(self, world_size: int) -> int:
         """Gradient accumulation on `world_size` devices."""
@@ -249,6 +268,23 @@ def _ignore_interrupt(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+@contextmanager
+def plain_worker_errors() -> Iterator[None]:
+    """Errors of the loader's processes as if they had happened in this one."""
+    try:
+        yield
+    except UserError as error:
+        if "in DataLoader worker" not in str(error):
+            raise
+        raise UserError(str(error).rsplit("UserError: ", maxsplit=1)[-1].strip()) from error
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        raise UserError(
+            f"{first_line(error)} If the memory ran out, lower loader.num_workers; go on with resume=auto"
+        ) from error
+
+
 def _stratified(u: np.ndarray, *, place: int, count: int) -> np.ndarray:
     """Uniforms moved into the example's slice of [0, 1); those of further blocks into slices a golden step apart.
 
@@ -258,9 +294,9 @@ def _stratified(u: np.ndarray, *, place: int, count: int) -> np.ndarray:
     return (slices + u) / count
 
 
-def _smallest_keys(indices: np.ndarray, shards: Shards, count: int | None) -> np.ndarray:
-    """The `count` examples with the smallest text hashes, in index order; all of them for None."""
-    if count is None or count >= len(indices):
-        return indices
-    by_key = np.argsort(shards.index["key"][indices], kind="stable")
-    return np.sort(indices[by_key[:count]])
+def _weights(mixture: dict[str, float], names: list[str]) -> list[float]:
+    """The weight of each source, in their order."""
+    for name in mixture:
+        if name not in names:
+            raise UserError(f"loader.mixture.{name}: no such source in the data; it has {', '.join(names)}")
+    return [mixture.get(name, 1.0) for name in names]

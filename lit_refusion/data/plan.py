@@ -1,4 +1,4 @@
-"""Which examples an optimizer step sees: a pure function of (lengths, seed, global batch size)."""
+"""Which examples an optimizer step sees: a pure function of (ranges, weights, seed, global batch size)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lit_refusion.data.permutation import Permutation
+from lit_refusion.data.split import Range
 from lit_refusion.errors import UserError
 from lit_refusion.noise import Stream, noise
 
@@ -30,60 +32,94 @@ class Visit:
 
 
 class Plan:
-    """An endless sequence of epoch permutations, cut into steps of exactly `global_batch_size` examples.
+    """An endless sequence of epochs, cut into steps of exactly `global_batch_size` examples.
 
-    A step may span two epochs, so there is no short last step. The state to resume from is the step number alone.
+    An epoch shows round(weight x size) examples of each source, in an order that mixes the sources. The examples of a
+    source are taken from an endless sequence of permutations of its own, so that all are seen equally often, whatever
+    the weight. A step may span two epochs: there is no short last step. Everything is computed from the place asked
+    for; neither memory nor start-up time grows with the data, and the state to resume from is the step number alone.
 
     Args:
-        indices: numbers of the examples to train on.
-        lengths: [num_examples] tokens of every example of the data set, for balancing.
+        ranges: training examples of each source.
+        weights: how often an epoch shows each source; 1 each for None.
         seed: keys the permutations.
         global_batch_size: examples per optimizer step, over all ranks and micro-batches.
+
+    Raises:
+        UserError: no examples, or fewer than one step sees.
     """
 
-    def __init__(self, indices: np.ndarray, lengths: np.ndarray, *, seed: int, global_batch_size: int) -> None:
-        if len(indices) == 0:
-            raise UserError("data: no training examples are left; lower loader.validation_fraction or add data")
-        self.indices, self.lengths = indices, lengths
+    def __init__(
+        self, ranges: Sequence[Range], *, weights: Sequence[float] | None = None, seed: int, global_batch_size: int
+    ) -> None:
+        self.starts = np.array([start for start, _ in ranges])
+        self.sizes = np.array([stop - start for start, stop in ranges])
+        self.counts = np.array([round(w * n) for w, n in zip(weights or [1.0] * len(ranges), self.sizes, strict=True)])
         self.seed, self.global_batch_size = seed, global_batch_size
-        self._cached: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self.epoch_size = int(self.counts.sum())
+        if self.epoch_size == 0:
+            raise UserError("data: no training examples are left; lower loader.validation_fraction or add data")
+        if self.epoch_size < global_batch_size:
+            raise UserError(
+                f"trainer.global_batch_size={global_batch_size}: larger than the {self.epoch_size} training examples "
+                "of an epoch, so that one step would see an example twice; lower it or add data"
+            )
 
     def num_steps(self, epochs: float) -> int:
-        """Steps in which every example is seen `epochs` times, rounded up."""
-        return int(np.ceil(epochs * len(self.indices) / self.global_batch_size))
+        """Steps in which an epoch's examples are seen `epochs` times, rounded up."""
+        return int(np.ceil(epochs * self.epoch_size / self.global_batch_size))
 
     def step(self, number: int) -> list[Visit]:
         """The examples of optimizer step `number`, in plan order."""
-        visits = []
-        first = number * self.global_batch_size
-        for place in range(self.global_batch_size):
-            epoch, offset = divmod(first + place, len(self.indices))
-            visits.append(Visit(int(self._permutation(epoch)[offset]), epoch, number, place))
-        return visits
+        places = number * self.global_batch_size + np.arange(self.global_batch_size)
+        epochs, offsets = np.divmod(places, self.epoch_size)
+        indices, visits = np.empty_like(places), np.empty_like(places)
+        for epoch in np.unique(epochs):
+            in_epoch = epochs == epoch
+            order = Permutation.draw(self.epoch_size, self._rng(0, int(epoch)))
+            indices[in_epoch], visits[in_epoch] = self._draw(int(epoch), order(offsets[in_epoch]))
+        return [Visit(int(i), int(e), number, place) for place, (i, e) in enumerate(zip(indices, visits))]
 
-    def micro_batches(self, number: int, *, count: int) -> list[list[Visit]]:
-        """The step's examples dealt to `count` micro-batches (ranks x accumulation).
+    def _draw(self, epoch: int, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(example numbers, how often each was seen before) of [N] places in an epoch that runs source by source."""
+        stops = np.cumsum(self.counts)
+        sources = np.searchsorted(stops, values, side="right")
+        drawn = (
+            epoch * self.counts[sources] + values - (stops - self.counts)[sources]
+        )  # places in the source's sequence
+        passes, places = np.divmod(drawn, np.maximum(self.sizes, 1)[sources])
+        numbers = np.empty_like(values)
+        for source, number in {*zip(sources.tolist(), passes.tolist())}:
+            chosen = (sources == source) & (passes == number)
+            order = Permutation.draw(int(self.sizes[source]), self._rng(source + 1, number))
+            numbers[chosen] = self.starts[source] + order(places[chosen])
+        return numbers, passes
 
-        Each gets the same number of examples and nearly the same number of tokens: longest first, each to the
-        lightest micro-batch that has room.
-        """
-        capacity, rest = divmod(self.global_batch_size, count)
-        assert rest == 0, f"{self.global_batch_size} examples do not divide into {count} micro-batches"
-        visits = sorted(self.step(number), key=lambda visit: -int(self.lengths[visit.index]))
-        hands: list[list[Visit]] = [[] for _ in range(count)]
-        lightest = [(0, hand) for hand in range(count)]
-        for visit in visits:
-            tokens, hand = heapq.heappop(lightest)
-            hands[hand].append(visit)
-            if len(hands[hand]) < capacity:
-                heapq.heappush(lightest, (tokens + int(self.lengths[visit.index]), hand))
-        return hands
+    def _rng(self, index: int, epoch: int) -> np.random.Generator:
+        return noise(self.seed, index=index, epoch=epoch, stream=Stream.EPOCH_ORDER)
 
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if self._cached[0] != epoch:
-            order = noise(self.seed, index=0, epoch=epoch, stream=Stream.EPOCH_ORDER).permutation(self.indices)
-            self._cached = (epoch, order)
-        return self._cached[1]
+
+def deal(visits: Sequence[Visit], lengths: np.ndarray, *, count: int) -> list[list[Visit]]:
+    """A step's examples dealt to `count` micro-batches (ranks x accumulation).
+
+    Each gets the same number of examples and nearly the same number of tokens: longest first, each to the lightest
+    micro-batch that has room.
+
+    Args:
+        visits: the step's examples.
+        lengths: tokens of each.
+        count: micro-batches; divides the number of visits.
+    """
+    capacity, rest = divmod(len(visits), count)
+    assert rest == 0, f"{len(visits)} examples do not divide into {count} micro-batches"
+    hands: list[list[Visit]] = [[] for _ in range(count)]
+    lightest = [(0, hand) for hand in range(count)]
+    for place in np.argsort(-np.asarray(lengths), kind="stable"):
+        tokens, hand = heapq.heappop(lightest)
+        hands[hand].append(visits[place])
+        if len(hands[hand]) < capacity:
+            heapq.heappush(lightest, (tokens + int(lengths[place]), hand))
+    return hands
 
 
 def accumulation(*, global_batch_size: int, micro_batch_size: int, world_size: int) -> int:

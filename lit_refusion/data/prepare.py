@@ -1,30 +1,38 @@
-"""From raw records to shards: chat template, tokens, drops with reasons, one rename at the end."""
+"""From raw records to shards, in two passes: tokenise everything, then write what was chosen.
+
+    blocks of records -> parts (processes, any order) -> select (numbers only) -> shards (processes) -> one rename
+
+Both passes leave finished files beside the target, so an interrupted run goes on where it was, and every file is a
+function of the records and the settings alone: neither the number of processes nor an interruption changes a byte.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+import pickle
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import webdataset
-from jinja2 import TemplateError
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from lit_refusion.chat import PromptFormat, encode, encode_responses
-from lit_refusion.data.records import BadRecordError, Conversation, Source, parse_record, read_records
-from lit_refusion.data.shards import INDEX_DTYPE, Manifest, array_offsets
+from lit_refusion.chat import PromptFormat
+from lit_refusion.data import lengths
+from lit_refusion.data.parts import LISTED_ERRORS, PART_DTYPE, Part, Tokenizing, blocks, make_part
+from lit_refusion.data.selection import SourceCounts, select
+from lit_refusion.data.shard_writing import EXAMPLE_DTYPE, Shard, describe, write_shard
+from lit_refusion.data.shards import INDEX, INDEX_DTYPE, KEYS, TOKEN_COUNTS, Manifest
+from lit_refusion.data.sources import Source
 from lit_refusion.errors import UserError
-from lit_refusion.new_folder import new_folder
+from lit_refusion.new_folder import finish, resumable_folder
+from lit_refusion.processes import in_order
 from lit_refusion.tokenizer import load_tokenizer, num_token_ids, tokenizer_fingerprint
 
-TOKENIZE_BATCH = 256
-LISTED_ERRORS = 10
+PRELOAD = "lit_refusion.data.prepare"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +45,9 @@ class PrepareConfig:
         sources: where the records come from.
         prompt_format: how prompts are written out.
         max_length: longer examples (prompt and response with EOS) are dropped, never truncated.
+        num_examples: exactly this many examples over all sources, those with the smallest hash(seed, text); null for
+            all.
+        seed: keys the hashes that choose examples (num_examples, max_examples, weights).
         examples_per_shard: examples in a tar.
         on_error: "raise" stops at the first bad record; "skip" counts them and lists the first ten.
     """
@@ -46,190 +57,234 @@ class PrepareConfig:
     sources: tuple[Source, ...]
     prompt_format: PromptFormat
     max_length: int
+    num_examples: int | None
+    seed: int
     examples_per_shard: int
     on_error: Literal["raise", "skip"]
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "examples_per_shard", "num_examples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"data.{name}={value}: must be at least 1")
+        if self.seed < 0:
+            raise UserError(f"data.seed={self.seed}: must not be negative")
+        names = [source.name for source in self.sources]
+        if not any(source.weight for source in self.sources):
+            raise UserError("data.sources: give at least one source with a weight above 0")
+        if len(set(names)) < len(names):
+            raise UserError(f"data.sources: the names {names} must differ")
 
 
 @dataclass
 class Prepared:
-    """The manifest, and the first errors of `on_error: skip`."""
+    """What came of it.
 
-    manifest: Manifest
+    Args:
+        counts: per source.
+        errors: the first bad records of `on_error: skip`.
+        manifest: of the written data set; None after a dry run.
+    """
+
+    counts: list[SourceCounts]
     errors: list[str] = field(default_factory=list)
+    manifest: Manifest | None = None
 
 
-def prepare(config: PrepareConfig, *, progress: Progress | None = None) -> Prepared:
+def prepare(
+    config: PrepareConfig, *, num_workers: int = 0, dry_run: bool = False, progress: Progress | None = None
+) -> Prepared:
     """Write the data set that `config` describes.
 
-    Everything is written to a temporary folder beside the target and renamed at the end: a folder that exists
-    is complete.
+    Everything is written beside the target and renamed at the end: a folder that exists is complete.
+
+    Args:
+        config: the data set.
+        num_workers: processes; 0 does the work in this one.
+        dry_run: count only. The tokenised parts stay for the run that follows.
+        progress: shows how far it is.
 
     Raises:
         UserError: bad config or input, a bad record with `on_error: raise`, or nothing left after the drops.
     """
-    for name in ("max_length", "examples_per_shard"):
-        if getattr(config, name) < 1:
-            raise UserError(f"data.{name}={getattr(config, name)}: must be at least 1")
-    if not config.sources or not all(source.files for source in config.sources):
-        raise UserError("data.sources: give at least one source, and at least one file for each")
-    names = [source.name for source in config.sources]
-    if len(set(names)) < len(names):
-        raise UserError(f"data.sources: the names {names} must differ")
+    if num_workers < 0:
+        raise UserError(f"num_workers={num_workers}: must not be negative")
     tokenizer = load_tokenizer(config.tokenizer)
     config.prompt_format.check(tokenizer)
-    with new_folder(Path(config.folder), setting="data.folder") as folder:
-        return _Writer(config, tokenizer, folder).run(progress)
+    target = Path(config.folder)
+    with resumable_folder(target, setting="data.folder") as (out, work):
+        run = _Preparation(config, tokenizer, out, work, num_workers, progress)
+        prepared = run.select()
+        if not dry_run:
+            prepared.manifest = run.write(prepared.counts)
+            finish(target)
+    return prepared
 
 
-@dataclass(frozen=True)
-class _Text:
-    """One example as text: the prompt written out, the response, and the hash of both."""
+class _Preparation:
+    """One run: settings, the parts of each source, and what was chosen of them."""
 
-    key: int
-    prompt: str
-    response: str
+    def __init__(
+        self,
+        config: PrepareConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        out: Path,
+        work: Path,
+        num_workers: int,
+        progress: Progress | None,
+    ) -> None:
+        self.config, self.tokenizer, self.out, self.work = config, tokenizer, out, work
+        self.num_workers, self.progress = num_workers, progress
+        self.num_ids = num_token_ids(tokenizer)
+        self.dtype = np.dtype(np.uint16 if max(self.num_ids - 1, config.max_length) < 2**16 else np.uint32)
+        self.fingerprint = tokenizer_fingerprint(tokenizer)
+        self.parts: list[Part] = []
+        self.examples = np.empty(0, EXAMPLE_DTYPE)
+        self.keys = np.empty(0, np.uint64)
 
-
-@dataclass(frozen=True)
-class _Tokens:
-    """One tokenised example on its way to a shard."""
-
-    key: int
-    prompt: list[int]
-    response: list[int]
-
-
-class _Writer:
-    """State of one preparation: open shard, index so far, counts."""
-
-    def __init__(self, config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        self.config, self.tokenizer, self.folder = config, tokenizer, folder
-        num_ids = num_token_ids(tokenizer)
-        self.dtype = np.dtype(np.uint16 if max(num_ids - 1, config.max_length) < 2**16 else np.uint32)
-        self.token_counts = np.zeros(num_ids, np.int64)
-        self.content = hashlib.sha256()
-        self.special_tokens = tokenizer.all_special_tokens
-        self.rows: list[tuple[int, int, int, int, int, int]] = []
-        self.prepared = Prepared(
-            Manifest(
-                max_length=config.max_length,
-                dtype=self.dtype.name,
-                tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
-                prompt_format=asdict(config.prompt_format),
-            )
+    def select(self) -> Prepared:
+        """Tokenise the records and choose the examples."""
+        prepared = Prepared([])
+        sources = [source for source in self.config.sources if source.weight]
+        entries, bounds = [np.empty(0, PART_DTYPE)], []
+        for source in sources:
+            counts = SourceCounts(name=source.name)
+            start = sum(map(len, entries))
+            for part in self._tokenize(source):
+                self._note_errors(part, prepared)
+                counts.read += part.read
+                counts.drop("bad record", part.bad)
+                entries.append(part.entries())
+                self.parts.append(part)
+            bounds.append((start, sum(map(len, entries))))
+            prepared.counts.append(counts)
+        joined = np.concatenate(entries)
+        rows = select(
+            joined,
+            bounds,
+            sources,
+            prepared.counts,
+            max_length=self.config.max_length,
+            num_examples=self.config.num_examples,
+            seed=self.config.seed,
         )
+        self._check_number(len(rows), prepared.counts)
+        self._locate(joined, rows, [len(part) for part in entries[1:]])
+        return prepared
 
-    def run(self, progress: Progress | None) -> Prepared:
-        """Write shards, index, counts, tokenizer and manifest."""
-        manifest = self.prepared.manifest
-        examples = self._examples(progress)
-        while shard := list(islice(examples, self.config.examples_per_shard)):
-            self._write_shard(shard)
-        if not self.rows:
-            raise UserError(
-                f"data.sources: no example is left (dropped: {self._dropped()}); check the files and data.max_length"
-            )
-        index = np.array(self.rows, INDEX_DTYPE)
-        np.save(self.folder / "index.npy", index)
-        np.save(self.folder / "token_counts.npy", self.token_counts)
-        self.tokenizer.save_pretrained(self.folder / "tokenizer")
-        manifest.num_examples = len(index)
-        manifest.num_prompt_tokens = int(index["prompt_length"].sum())
-        manifest.num_response_tokens = int(index["length"].sum()) - manifest.num_prompt_tokens
-        manifest.longest = int(index["length"].max())
-        manifest.content_fingerprint = self.content.hexdigest()[:32]
-        manifest.save(self.folder)
-        return self.prepared
+    def write(self, counts: list[SourceCounts]) -> Manifest:
+        """Write shards, index, counts, tokenizer and, last, the manifest."""
+        index = np.zeros(len(self.examples), INDEX_DTYPE)
+        for name in ("prompt_length", "length", "digest"):
+            index[name] = self.examples[name]
+        token_counts = np.zeros(self.num_ids, np.int64)
+        shards = []
+        written = 0
+        for shard in self._shards():
+            index["offset"][written : written + len(shard.offsets)] = shard.offsets
+            token_counts += shard.token_counts
+            written += len(shard.offsets)
+            shards.append({"name": shard.name, "num_bytes": shard.num_bytes, "sha256": shard.sha256})
+        for path in self.out.glob("*"):  # of an interrupted run with other settings
+            if path.is_file() and path.name not in {shard["name"] for shard in shards}:
+                path.unlink()
+        np.save(self.out / INDEX, index)
+        np.save(self.out / KEYS, self.keys)
+        np.save(self.out / TOKEN_COUNTS, token_counts)
+        self.tokenizer.save_pretrained(self.out / "tokenizer")
+        manifest = self._manifest(index, counts)
+        with suppress(ImportError):  # without matplotlib the numbers are in the manifest
+            lengths.draw(manifest.lengths, self.out / "lengths.png")
+        others = sorted(path for path in self.out.rglob("*") if path.is_file() and path.suffix != ".tar")
+        manifest.shards, manifest.files = shards, [describe(path, self.out) for path in others]
+        manifest.save(self.out)
+        return manifest
 
-    def _dropped(self) -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for source in self.prepared.manifest.sources:
-            total.update(source["dropped"])
-        return dict(total)
-
-    def _examples(self, progress: Progress | None) -> Iterator[tuple[int, _Tokens]]:
-        """(source number, tokens) of every example that is kept, in the order of the files."""
-        for number, source in enumerate(self.config.sources):
-            entry: dict[str, Any] = {"name": source.name, "read": 0, "kept": 0, "dropped": {}}
-            self.prepared.manifest.sources.append(entry)
-            texts = self._texts(source, entry, progress)
-            while batch := list(islice(texts, TOKENIZE_BATCH)):
-                for tokens in self._tokenize(batch):
-                    if len(tokens.prompt) + len(tokens.response) > self.config.max_length:
-                        _drop(entry, "longer than max_length")
-                    elif not tokens.prompt:
-                        _drop(entry, "prompt without tokens")
-                    else:
-                        entry["kept"] += 1
-                        yield number, tokens
-
-    def _texts(self, source: Source, entry: dict[str, Any], progress: Progress | None) -> Iterator[_Text]:
-        paths = source.paths()
-        task = progress.add_task(f"prepare {source.name}", total=len(paths)) if progress else None
-        for path in paths:
-            for number, record in read_records(path):
-                entry["read"] += 1
-                try:
-                    yield self._text(parse_record(record, source, path=path, number=number), f"{path}: record {number}")
-                except BadRecordError as error:
-                    if self.config.on_error == "raise":
-                        raise
-                    _drop(entry, "bad record")
-                    if len(self.prepared.errors) < LISTED_ERRORS:
-                        self.prepared.errors.append(str(error))
-            if progress and task is not None:
-                progress.advance(task)
-
-    def _text(self, conversation: Conversation, where: str) -> _Text:
-        try:
-            prompt = self.config.prompt_format.prompt_text(self.tokenizer, conversation.prompt)
-        except TemplateError as error:
-            raise BadRecordError(f"{where}: the tokenizer's chat template refuses it: {error}") from error
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"data.prompt_format.template_kwargs: the chat template cannot use them: {error}"
-            ) from error
-        for text in (conversation.response, *(message["content"] for message in conversation.prompt)):
-            for token in self.special_tokens:
-                if token in text:
-                    raise BadRecordError(f"{where}: its text holds the special token {token}; remove it")
-        return _Text(_text_key(conversation), prompt, conversation.response)
-
-    def _tokenize(self, batch: list[_Text]) -> Iterator[_Tokens]:
-        prompts = encode([text.prompt for text in batch], self.tokenizer)
-        responses = encode_responses([text.response for text in batch], self.tokenizer)
-        for text, prompt, response in zip(batch, prompts, responses, strict=True):
-            yield _Tokens(text.key, prompt, response)
-
-    def _write_shard(self, examples: list[tuple[int, _Tokens]]) -> None:
-        number = len(self.prepared.manifest.shards)
-        path = self.folder / f"shard-{number:05d}.tar"
-        first = len(self.rows)
-        with path.open("wb") as file, webdataset.TarWriter(file, mtime=0) as writer:
-            for place, (_, tokens) in enumerate(examples):
-                array = np.array([len(tokens.prompt), *tokens.prompt, *tokens.response], self.dtype)
-                self.content.update(len(array).to_bytes(8, "little") + array.astype("<u4").tobytes())
-                self.token_counts += np.bincount(array[1:], minlength=len(self.token_counts))
-                writer.write({"__key__": f"{first + place:09d}", "npy": array})
-        for offset, (source, tokens) in zip(array_offsets(path), examples, strict=True):
-            length = len(tokens.prompt) + len(tokens.response)
-            self.rows.append((number, offset, len(tokens.prompt), length, source, tokens.key))
-        self.prepared.manifest.shards.append(
-            {
-                "name": path.name,
-                "num_examples": len(examples),
-                "num_bytes": path.stat().st_size,
-                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            }
+    def _tokenize(self, source: Source) -> Iterator[Part]:
+        """The parts of a source, in order, made by the workers."""
+        settings = Tokenizing(
+            tokenizer=self.config.tokenizer,
+            fingerprint=self.fingerprint,
+            prompt_format=self.config.prompt_format,
+            dtype=self.dtype.name,
         )
+        folder = self.work / "parts"
+        folder.mkdir(exist_ok=True)
+        tasks = self._tasks(source, settings, str(folder))
+        yield from in_order(make_part, tasks, num_workers=self.num_workers, preload=PRELOAD)
 
+    def _tasks(self, source: Source, settings: Tokenizing, folder: str) -> Iterator[tuple[bytes, Tokenizing, str]]:
+        """The arguments of `make_part`, block by block, moving the progress bar on."""
+        task = self.progress.add_task(f"tokenise {source.name}", total=None) if self.progress else None
+        size = sum(path.stat().st_size for path in source.paths())
+        before, last = 0, None  # size of the finished files, and the block read last
+        for block in blocks(source):
+            if self.config.on_error == "raise" and not block.records:
+                raise UserError(f"{block.origin}: no record in it; remove it from data.sources[{source.name}]")
+            before += last.total if last is not None and last.origin != block.origin else 0
+            last = block
+            yield pickle.dumps(block, protocol=5), settings, folder
+            if self.progress and task is not None:
+                self.progress.update(task, completed=before + block.position, total=size or before + block.total)
 
-def _drop(entry: dict[str, Any], reason: str) -> None:
-    entry["dropped"][reason] = entry["dropped"].get(reason, 0) + 1
+    def _note_errors(self, part: Part, prepared: Prepared) -> None:
+        if part.bad and self.config.on_error == "raise":
+            raise UserError(part.errors[0])
+        prepared.errors += part.errors[: LISTED_ERRORS - len(prepared.errors)]
 
+    def _locate(self, entries: np.ndarray, rows: np.ndarray, part_sizes: list[int]) -> None:
+        """Where the tokens of the chosen examples lie."""
+        part = np.repeat(np.arange(len(part_sizes)), part_sizes)
+        ends = np.cumsum(entries["length"], dtype=np.int64)
+        before = np.concatenate([[0], ends])[np.concatenate([[0], np.cumsum(part_sizes)[:-1]]).astype(int)]
+        self.examples = np.zeros(len(rows), EXAMPLE_DTYPE)
+        self.examples["part"] = part[rows]
+        self.examples["start"] = ends[rows] - entries["length"][rows] - before[part[rows]]
+        for name in ("prompt_length", "length", "digest"):
+            self.examples[name] = entries[name][rows]
+        self.keys = entries["key"][rows]
 
-def _text_key(conversation: Conversation) -> int:
-    """64-bit hash of the text, the example's identity across data sets."""
-    texts = [message["content"] for message in conversation.prompt] + [conversation.response]
-    digest = hashlib.blake2b("\x1f".join(texts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    def _check_number(self, found: int, counts: list[SourceCounts]) -> None:
+        if found == 0:
+            dropped = {count.name: count.dropped for count in counts}
+            raise UserError(
+                f"data.sources: no example is left (dropped: {dropped}); check the files and data.max_length"
+            )
+        wanted = self.config.num_examples
+        if wanted is not None and found < wanted:
+            raise UserError(f"data.num_examples={wanted}: only {found} examples are left; lower it or add sources")
+
+    def _shards(self) -> Iterator[Shard]:
+        size = self.config.examples_per_shard
+        (self.work / "shards").mkdir(exist_ok=True)
+        paths = [part.tokens_path for part in self.parts]
+        tasks = (
+            (
+                *(number, first, self.examples[first : first + size], paths, self.dtype.name, self.num_ids),
+                *(str(self.out), str(self.work / "shards")),
+            )
+            for number, first in enumerate(range(0, len(self.examples), size))
+        )
+        total = -(-len(self.examples) // size)
+        task = self.progress.add_task("write shards", total=total) if self.progress else None
+        for shard in in_order(write_shard, tasks, num_workers=self.num_workers, preload=PRELOAD):
+            if self.progress and task is not None:
+                self.progress.advance(task)
+            yield shard
+
+    def _manifest(self, index: np.ndarray, counts: list[SourceCounts]) -> Manifest:
+        num_prompt_tokens = int(index["prompt_length"].sum(dtype=np.int64))
+        return Manifest(
+            num_examples=len(index),
+            num_prompt_tokens=num_prompt_tokens,
+            num_response_tokens=int(index["length"].sum(dtype=np.int64)) - num_prompt_tokens,
+            longest=int(index["length"].max()),
+            max_length=self.config.max_length,
+            examples_per_shard=self.config.examples_per_shard,
+            dtype=self.dtype.name,
+            tokenizer_fingerprint=self.fingerprint,
+            content_fingerprint=hashlib.sha256(index["digest"].tobytes()).hexdigest()[:32],
+            prompt_format=asdict(self.config.prompt_format),
+            sources=[asdict(count) for count in counts],
+            lengths=lengths.histogram(index["prompt_length"], index["length"]),
+        )

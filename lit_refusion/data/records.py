@@ -1,57 +1,23 @@
-"""Reading records from JSON lists, JSON lines and Parquet, and naming the record that is wrong."""
+"""From a raw record to a conversation, or to an error that names the record."""
 
 from __future__ import annotations
 
-import glob
-import gzip
 import json
-import zlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from lit_refusion.errors import UserError
-
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
+from lit_refusion.data.formats import SAMPLE_KEY, BadRecordError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """Where records come from and what their fields are called.
+class Fields:
+    """What the fields of a source's records are called; `source` is its name, for errors."""
 
-    Args:
-        name: name used in counts and reports.
-        files: paths or glob patterns.
-        query: field with the question.
-        response: field with the answer.
-        messages: field with a chat (list of role and content); where a record has it, it is used instead.
-    """
-
-    name: str
-    files: tuple[str, ...]
+    source: str
     query: str
     response: str
     messages: str
-
-    def paths(self) -> list[Path]:
-        """The files behind the patterns, sorted, so that the order never depends on the disk."""
-        found: list[Path] = []
-        for pattern in self.files:
-            matches = sorted(Path(match) for match in glob.glob(pattern, recursive=True) if Path(match).is_file())
-            if not matches:
-                raise UserError(
-                    f"data.sources[{self.name}].files={pattern}: no such file; check the path or the pattern"
-                )
-            found += matches
-        for path in found:
-            if not path.name.endswith(SUFFIXES):
-                raise UserError(f"{path}: unknown kind of file; supported: {', '.join(SUFFIXES)}")
-        return found
-
-
-class BadRecordError(UserError):
-    """A record that cannot be used; `prepare` raises it or counts it, as `on_error` says."""
 
 
 @dataclass(frozen=True)
@@ -62,41 +28,57 @@ class Conversation:
     response: str
 
 
-def read_records(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (record number from 1, record or BadRecordError) of one file, in order.
+def parse_record(raw: Any, fields: Fields, *, where: str) -> Conversation:
+    """The conversation in a raw record.
+
+    Args:
+        raw: what `read_raw` or `read_hub` gave.
+        fields: names of the fields.
+        where: the file and the record's number, for errors.
 
     Raises:
-        UserError: the file as a whole cannot be read.
+        BadRecordError: names the record and the field.
     """
-    try:
-        if path.name.endswith(".parquet"):
-            yield from enumerate(_parquet(path), start=1)
-        elif path.name.endswith(".json"):
-            yield from enumerate(_json_list(path), start=1)
-        else:
-            yield from _json_lines(path)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: cannot read it: {error}; save it again as UTF-8 text") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: cannot read it: {error}; is the file whole?") from error
-
-
-def parse_record(record: Any, source: Source, *, path: Path, number: int) -> Conversation:
-    """The conversation in a record.
-
-    Raises:
-        BadRecordError: names the file, the record's number and the field.
-    """
-    where = f"{path}: record {number}"
-    if isinstance(record, BadRecordError):
-        raise record
+    record = _decoded(raw, where)
     if not isinstance(record, dict):
         raise BadRecordError(f"{where}: expected an object with fields, found {_brief(record)}")
-    if record.get(source.messages):
-        return _parse_messages(record[source.messages], field=source.messages, where=where)
-    query = _text(record, source.query, where=where, setting=f"data.sources[{source.name}].query")
-    response = _text(record, source.response, where=where, setting=f"data.sources[{source.name}].response")
+    if record.get(fields.messages):
+        return _parse_messages(record[fields.messages], field=fields.messages, where=where)
+    query = _text(record, fields.query, where=where, setting=f"data.sources[{fields.source}].query")
+    response = _text(record, fields.response, where=where, setting=f"data.sources[{fields.source}].response")
     return Conversation(({"role": "user", "content": query},), response)
+
+
+def _decoded(raw: Any, where: str) -> Any:
+    if isinstance(raw, BadRecordError):
+        raise raw
+    if isinstance(raw, bytes):
+        return _json(raw, where)
+    if isinstance(raw, dict) and SAMPLE_KEY in raw:
+        where = f"{where} ({raw[SAMPLE_KEY]})"
+        if "json" in raw:
+            return _json(raw["json"], where)
+        members = {name: value for name, value in raw.items() if not name.startswith("__")}
+        return {name.removesuffix(".txt"): _decode(value, where) for name, value in members.items()}
+    return raw
+
+
+def _json(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(_decode(line, where))
+    except (ValueError, RecursionError) as error:  # also numbers and nesting beyond what Python reads
+        if isinstance(error, BadRecordError):
+            raise
+        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise BadRecordError(f"{where}: not valid JSON ({reason})") from error
+
+
+def _decode(text: bytes, where: str) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{text[error.start]:02x} at {error.start}"
+        raise BadRecordError(f"{where}: not UTF-8 text ({found}); save the file again as UTF-8") from error
 
 
 def _parse_messages(messages: Any, *, field: str, where: str) -> Conversation:
@@ -104,7 +86,7 @@ def _parse_messages(messages: Any, *, field: str, where: str) -> Conversation:
         raise BadRecordError(f"{where}: field '{field}' must be a list of messages, found {_brief(messages)}")
     turns = []
     for turn, message in enumerate(messages, start=1):
-        if not isinstance(message, dict):
+        if not isinstance(message, Mapping):
             raise BadRecordError(f"{where}: {field}[{turn}] must have role and content, found {_brief(message)}")
         turns.append({name: _text(message, name, where=f"{where}: {field}[{turn}]") for name in ("role", "content")})
     if len(turns) < 2 or turns[-1]["role"] != "assistant":
@@ -114,7 +96,7 @@ def _parse_messages(messages: Any, *, field: str, where: str) -> Conversation:
     return Conversation(tuple(turns[:-1]), turns[-1]["content"])
 
 
-def _text(record: dict[str, Any], field: str, *, where: str, setting: str = "") -> str:
+def _text(record: Mapping[str, Any], field: str, *, where: str, setting: str = "") -> str:
     if field not in record:
         remedy = f"; it has {sorted(record)}, set {setting} if the field has another name" if setting else ""
         raise BadRecordError(f"{where}: field '{field}' is missing{remedy}")
@@ -135,44 +117,3 @@ def _text(record: dict[str, Any], field: str, *, where: str, setting: str = "") 
 def _brief(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    opener = gzip.open if path.name.endswith(".gz") else open
-    with opener(path, "rt", encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:  # also numbers and nesting beyond what Python reads
-                reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-                yield number, BadRecordError(f"{path}: record {number}: not valid JSON ({reason})")
-
-
-def _json_list(path: Path) -> list[Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path}: not valid JSON (line {error.lineno}: {error.msg}); if it holds one object a line, name it .jsonl"
-        ) from error
-    except UnicodeDecodeError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON that can be read ({error}); save it as .jsonl, one record a line") from error
-    if not isinstance(data, list):
-        raise UserError(f"{path}: expected a JSON list of records, found {_brief(data)}")
-    return data
-
-
-def _parquet(path: Path) -> Iterator[Any]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise UserError(f"{path}: reading Parquet needs an extra: pip install 'lit-refusion[parquet]'") from error
-    try:
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
-            yield from batch.to_pylist()
-    except ArrowException as error:
-        raise UserError(f"{path}: not a readable Parquet file: {error}") from error

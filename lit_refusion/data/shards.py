@@ -1,39 +1,43 @@
 """Prepared data on disk: WebDataset tar shards, an index for random access, and a manifest.
 
-    folder/manifest.json      counts, lengths, fingerprints, shard checksums
-    folder/index.npy          one INDEX_DTYPE entry per example
+    folder/manifest.json      counts, lengths, fingerprints, checksums
+    folder/keys.npy           [N] uint64, hash of each example's text
+    folder/index.npy          [N] INDEX_DTYPE
     folder/token_counts.npy   [V] int64, occurrences of each token id
+    folder/lengths.png        histogram of the lengths (where matplotlib is installed)
     folder/tokenizer/         the tokenizer that made the tokens
     folder/shard-00000.tar    members `000000000.npy`: 1-D array [P, prompt ids (P), response ids (R)]
 
-The shards are plain WebDataset tars (one member per example, its first entry the prompt length), so other
-tools can stream them; the index holds the byte offset of each array, so that an example is one slice of a
-memory map.
+The shards are plain WebDataset tars (one member per example, its first entry the prompt length), so other tools can
+stream them. Examples are sorted by source, and by key within a source: a split or a subset by hash is a range, and
+nothing needs to be read to find it.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
+import os
+from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lit_refusion.data.remote import CacheConfig, RemoteFolder, is_remote
 from lit_refusion.errors import UserError
-from lit_refusion.examples import Example
+from lit_refusion.examples import Example, token_digest
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+MANIFEST, INDEX, KEYS, TOKEN_COUNTS = "manifest.json", "index.npy", "keys.npy", "token_counts.npy"
+MAX_OPEN = 128
+"""Shards kept open by one process."""
 INDEX_DTYPE = np.dtype(
     [
-        ("shard", np.int32),
-        ("offset", np.int64),  # byte offset of the array's data in the shard
+        ("offset", np.int64),  # byte offset of the array's data in its shard
         ("prompt_length", np.int32),
         ("length", np.int32),  # prompt and response
-        ("source", np.int16),
-        ("key", np.uint64),  # hash of the text: the same example has the same key in any data set
+        ("digest", np.uint64),  # hash of the tokens, checked at every read
     ]
 )
 
@@ -48,142 +52,164 @@ class Manifest:
     num_response_tokens: int = 0
     longest: int = 0
     max_length: int = 0
+    examples_per_shard: int = 0
     dtype: str = "uint16"
     tokenizer_fingerprint: str = ""
     content_fingerprint: str = ""
     prompt_format: dict[str, Any] = field(default_factory=dict)
-    sources: list[dict[str, Any]] = field(default_factory=list)  # name, read, kept, dropped: {reason: count}
-    shards: list[dict[str, Any]] = field(default_factory=list)  # name, num_examples, num_bytes, sha256
+    sources: list[dict[str, Any]] = field(default_factory=list)  # see SourceCounts
+    lengths: dict[str, list[int]] = field(default_factory=dict)  # see lengths.histogram
+    shards: list[dict[str, Any]] = field(default_factory=list)  # name, num_bytes, sha256
+    files: list[dict[str, Any]] = field(default_factory=list)  # the same of every other file but this one
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json`."""
-        (folder / "manifest.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
         """Read it back."""
-        path = folder / "manifest.json"
+        path = folder / MANIFEST
         if not path.is_file():
             raise UserError(f"{path}: no prepared data here; run `lit-refusion prepare data=...` first")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
+            if data.get("version", FORMAT_VERSION) != FORMAT_VERSION:
+                raise UserError(
+                    f"{path}: format version {data['version']}, expected {FORMAT_VERSION}; prepare the data again"
+                )
             manifest = cls(**data)
-            np.dtype(manifest.dtype)
-        except (ValueError, TypeError) as error:
+            manifest._check()
+        except UserError:
+            raise
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise UserError(f"{path}: not a manifest of this version ({error}); prepare the data again") from error
-        if manifest.version != FORMAT_VERSION:
-            raise UserError(f"{path}: format version {manifest.version}, expected {FORMAT_VERSION}; prepare it again")
         return manifest
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """First and last + 1 example of each source."""
+        stops = np.cumsum([source["kept"] for source in self.sources]).tolist()
+        return list(zip([0, *stops], stops))
+
+    def _check(self) -> None:
+        np.dtype(self.dtype)
+        counts = [source["kept"] for source in self.sources]
+        num_shards = -(-self.num_examples // self.examples_per_shard) if self.examples_per_shard > 0 else -1
+        if sum(counts) != self.num_examples or len(self.shards) != num_shards:
+            raise ValueError("its counts contradict each other")
+        for file in (*self.shards, *self.files):
+            if not {"name", "num_bytes", "sha256"} <= file.keys():
+                raise ValueError(f"a file lacks its name, size or checksum: {file}")
 
 
 class Shards:
-    """Random access to prepared examples; nothing is read before it is asked for."""
+    """Random access to prepared examples; nothing is read before it is asked for.
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    Args:
+        folder: folder of prepared data, or a URL of one (http, https, s3, ... through fsspec).
+        cache: where the files of a URL are kept; not used for a local folder.
+
+    Raises:
+        UserError: a file is missing, cut off, or from another version; names it.
+    """
+
+    def __init__(self, folder: str | Path, *, cache: CacheConfig | None = None) -> None:
+        self.origin = str(folder)
+        self._remote: RemoteFolder | None = None
+        if is_remote(self.origin):
+            self._remote = RemoteFolder.open(self.origin, cache, manifest=MANIFEST)
+        self.folder = self._remote.folder if self._remote else Path(folder)
         self.manifest = Manifest.load(self.folder)
-        index_path = self.folder / "index.npy"
-        try:
-            self.index = np.load(index_path, mmap_mode="r")
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"{index_path}: cannot read it: {error}; prepare the data again") from error
-        self._maps: dict[int, np.memmap] = {}
-        self._check()
+        if self._remote:
+            self._remote.fetch_all(self.manifest.files, shards=self.manifest.shards)
+        self._check_sizes()
+        self._open()
+
+    def _open(self) -> None:
+        self._files: OrderedDict[int, int] = OrderedDict()  # shard -> file descriptor, least recently used first
+        self.index = self._array(INDEX, INDEX_DTYPE)
+        self.keys = self._array(KEYS, np.dtype(np.uint64))
 
     def __len__(self) -> int:
-        return len(self.index)
+        return self.manifest.num_examples
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # memory maps are opened again in each worker
+        """Without memory maps and open files, which each process opens for itself."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("index", "keys", "_files")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+        self._open()
 
     def __getitem__(self, number: int) -> Example:
+        if not 0 <= number < len(self):
+            raise IndexError(f"example {number} of {len(self)}")
         entry = self.index[number]
-        shard, length = int(entry["shard"]), int(entry["length"])
-        if shard not in self._maps:
-            self._maps[shard] = np.memmap(self.folder / self.manifest.shards[shard]["name"], np.uint8, mode="r")
         dtype = np.dtype(self.manifest.dtype)
-        start = int(entry["offset"])
-        data = self._maps[shard][start : start + (length + 1) * dtype.itemsize].view(dtype).astype(np.int64)
-        num_prompt = int(entry["prompt_length"])
-        if data[0] != num_prompt:
+        num_prompt, num_bytes = int(entry["prompt_length"]), (int(entry["length"]) + 1) * dtype.itemsize
+        shard = number // self.manifest.examples_per_shard
+        data = os.pread(self._descriptor(shard), num_bytes, int(entry["offset"])) if num_bytes > 0 else b""
+        tokens = np.frombuffer(data, dtype).astype(np.int64) if len(data) == num_bytes else np.zeros(0, np.int64)
+        if len(tokens) == 0 or tokens[0] != num_prompt or token_digest(tokens[1:], num_prompt) != entry["digest"]:
             raise UserError(
-                f"{self.folder / self.manifest.shards[shard]['name']}: example {number} does not match the index; "
-                "the shard was changed, prepare the data again"
+                f"{self.folder / self.manifest.shards[shard]['name']}: example {number} is damaged (its checksum "
+                "differs from the index); run `lit-refusion prepare verify`, or prepare the data again"
             )
         return Example(
             index=number,
-            prompt_ids=data[1 : num_prompt + 1],
-            response_ids=data[num_prompt + 1 :],
-            source=self.manifest.sources[int(entry["source"])]["name"],
+            prompt_ids=tokens[1 : num_prompt + 1],
+            response_ids=tokens[num_prompt + 1 :],
+            source=self._source(number),
         )
 
-    def lengths(self) -> np.ndarray:
-        """[num_examples] tokens per example."""
-        return np.asarray(self.index["length"])
+    def lengths(self, numbers: np.ndarray) -> np.ndarray:
+        """[N] tokens of these examples."""
+        return self.index["length"][numbers]
 
-    def response_lengths(self) -> np.ndarray:
-        """[num_examples] response tokens per example."""
-        return np.asarray(self.index["length"] - self.index["prompt_length"])
+    def response_lengths(self, numbers: np.ndarray) -> np.ndarray:
+        """[N] response tokens of these examples."""
+        return self.index["length"][numbers] - self.index["prompt_length"][numbers]
 
     def token_counts(self) -> np.ndarray:
         """[V] occurrences of each token id."""
-        path = self.folder / "token_counts.npy"
+        return self._array(TOKEN_COUNTS, np.dtype(np.int64), length=None)
+
+    def _source(self, number: int) -> str:
+        stops = [stop for _, stop in self.manifest.bounds()]
+        return self.manifest.sources[int(np.searchsorted(stops, number, side="right"))]["name"]
+
+    def _descriptor(self, shard: int) -> int:
+        """An open file of the shard; reads with `pread` cannot crash where a file is cut off, as memory maps do."""
+        if shard not in self._files:
+            if len(self._files) >= MAX_OPEN:
+                os.close(self._files.popitem(last=False)[1])
+            file = self.manifest.shards[shard]
+            path = self._remote.fetch(file) if self._remote else self.folder / file["name"]
+            try:
+                self._files[shard] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise UserError(f"{path}: cannot read it: {error.strerror}; prepare the data again") from error
+        self._files.move_to_end(shard)
+        return self._files[shard]
+
+    def _array(self, name: str, dtype: np.dtype, *, length: int | None = -1) -> np.ndarray:
+        """A memory-mapped array of the folder, after a look at its header."""
+        path = self.folder / name
         try:
-            return np.load(path)
+            array = np.load(path, mmap_mode="r")
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"{path}: cannot read it: {error}; prepare the data again") from error
+        if array.dtype != dtype or array.ndim != 1 or (length is not None and len(array) != len(self)):
+            raise UserError(f"{path} does not match manifest.json; prepare the data again")
+        return array
 
-    def split(self, validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the training and of the validation examples.
-
-        An example is held out where the hash of its text falls below the fraction: equal texts fall on the same
-        side, and growing the data set moves nothing across.
-        """
-        is_validation = self.index["key"] / 2.0**64 < validation_fraction
-        return np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
-
-    def _check(self) -> None:
-        """Compare index, manifest and files: cheap, before anything is read."""
-        manifest, index = self.manifest, self.index
-        if index.dtype != INDEX_DTYPE or len(index) != manifest.num_examples:
-            raise UserError(f"{self.folder}/index.npy does not match manifest.json; prepare the data again")
-        if len(index) == 0:
+    def _check_sizes(self) -> None:
+        """Whether every file is there, and as long as it should be: cheap, before anything is read."""
+        if len(self) == 0:
             raise UserError(f"{self.folder}: the data set is empty; look at `dropped` in manifest.json")
-        try:
-            sizes = {shard["name"]: shard["num_bytes"] for shard in manifest.shards}
-            names = [source["name"] for source in manifest.sources]
-        except (KeyError, TypeError) as error:
-            raise UserError(
-                f"{self.folder}/manifest.json: a shard or source lacks {error}; prepare it again"
-            ) from error
-        for name, size in sizes.items():
-            path = self.folder / name
-            if not path.is_file() or path.stat().st_size != size:
-                found = path.stat().st_size if path.is_file() else "no file"
-                raise UserError(f"{path}: missing or cut off ({found}, expected {size} bytes); prepare the data again")
-        num_tokens = manifest.num_prompt_tokens + manifest.num_response_tokens
-        ends = index["offset"] + (index["length"] + 1).astype(np.int64) * np.dtype(manifest.dtype).itemsize
-        is_consistent = (
-            index["shard"].min() >= 0
-            and index["shard"].max() < len(sizes)
-            and 0 <= index["source"].min() <= index["source"].max() < len(names)
-            and index["offset"].min() >= 0
-            and (ends <= np.array(list(sizes.values()))[index["shard"].clip(0, len(sizes) - 1)]).all()
-            and int(index["length"].sum(dtype=np.int64)) == num_tokens
-            and int(index["prompt_length"].sum(dtype=np.int64)) == manifest.num_prompt_tokens
-        )
-        if not is_consistent:
-            raise UserError(f"{self.folder}/index.npy does not match manifest.json; prepare the data again")
-
-
-def array_offsets(path: Path) -> list[int]:
-    """Byte offset of each member's array data in a finished shard, in order."""
-    offsets = []
-    with tarfile.open(path, "r:") as archive, path.open("rb") as raw:
-        for member in archive:
-            raw.seek(member.offset_data)
-            header = io.BytesIO(raw.read(256))
-            np.lib.format.read_magic(header)
-            np.lib.format.read_array_header_1_0(header)
-            offsets.append(member.offset_data + header.tell())
-    return offsets
+        for file in (*self.manifest.files, *([] if self._remote else self.manifest.shards)):
+            path = self.folder / file["name"]
+            found = path.stat().st_size if path.is_file() else None
+            if found != file["num_bytes"]:
+                what = "missing" if found is None else f"cut off or changed ({found} of {file['num_bytes']} bytes)"
+                raise UserError(f"{path}: {what}; put it back, or prepare the data again")

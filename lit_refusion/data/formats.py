@@ -1,0 +1,194 @@
+"""Streaming raw records out of files of every kind; nothing is held but the record at hand.
+
+A raw record is what a worker can parse by itself: the bytes of one JSON line, an object, the members of a WebDataset
+sample, or the error that stands in its place.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from lit_refusion.errors import UserError, first_line
+
+JSON_LINES = (".jsonl", ".ndjson")
+COMPRESSED = (".gz", ".zst")
+SUFFIXES = (
+    ".json",
+    *JSON_LINES,
+    *(kind + packed for kind in (".json", *JSON_LINES) for packed in COMPRESSED),
+    ".parquet",
+    ".tar",
+    ".tar.gz",
+)
+MAX_LINE = 2**26
+"""Bytes of the longest JSON line (64 MB); a longer one is a bad record, so that no line can fill the memory."""
+SAMPLE_KEY = "__key__"
+"""Field of a raw record that marks it as a WebDataset sample."""
+
+
+class BadRecordError(UserError):
+    """A record that cannot be used; `prepare` raises it or counts it, as `on_error` says."""
+
+
+def read_raw(path: Path, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
+    """Yield (record number from 1, raw record) of one file, in order.
+
+    Args:
+        path: the file's name, which tells its kind.
+        file: the file, opened by the caller, who may ask it how far the reading has come.
+
+    Raises:
+        UserError: the file as a whole cannot be read.
+    """
+    name = path.name.removesuffix(".gz").removesuffix(".zst")
+    read = _tar if name.endswith(".tar") else _json_list if name.endswith(".json") else _json_lines
+    try:
+        if name.endswith(".parquet"):
+            yield from _parquet(path, file)
+            return
+        stream = _decompressed(path, file)
+        try:
+            yield from read(path, stream)
+        finally:
+            stream.close()
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise UserError(f"{path}: cannot read it: {first_line(error) or type(error).__name__}; is it whole?") from error
+
+
+def _decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
+    if path.name.endswith(".gz"):
+        return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
+    if not path.name.endswith(".zst"):
+        return file
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UserError(f"{path}: reading .zst needs an extra: pip install 'lit-refusion[zstd]'") from error
+    decompressor = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=False)
+    return io.BufferedReader(_Reraising(decompressor, zstandard.ZstdError), 2**20)
+
+
+class _Reraising(io.RawIOBase):
+    """A raw stream whose library's own errors come out as OSError."""
+
+    def __init__(self, stream: Any, error: type[Exception]) -> None:
+        self._stream, self._error = stream, error
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return self._stream.readinto(buffer)
+        except self._error as error:
+            raise OSError(str(error)) from error
+
+
+def _json_lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any]]:
+    number = 0
+    while line := stream.readline(MAX_LINE + 1):
+        number += 1
+        if number == 1:
+            line = _without_mark(path, line)
+        if len(line) > MAX_LINE:
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(MAX_LINE)
+            problem = f"{path}: record {number}: a line of more than {MAX_LINE >> 20} MB; split or remove it"
+            yield number, BadRecordError(problem)
+        elif line.strip():
+            yield number, line
+
+
+def _json_list(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any]]:
+    import ijson
+
+    head = _without_mark(path, stream.read(2**16))
+    if not head.lstrip().startswith(b"["):
+        raise UserError(f"{path}: expected a JSON list of records; if it holds one object a line, name it .jsonl")
+    number = 0
+    try:
+        for number, record in enumerate(ijson.items(_Rest(head, stream.read), "item", use_float=True), start=1):
+            yield number, record
+    except (ijson.JSONError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path}: not valid JSON behind record {number} ({first_line(error)}); repair it there, or save it as "
+            "UTF-8 .jsonl, where on_error=skip passes over bad records"
+        ) from error
+
+
+class _Rest:
+    """A stream again, after its head was read."""
+
+    def __init__(self, head: bytes, read: Callable[[int], bytes]) -> None:
+        self._head, self._read = head, read
+
+    def read(self, size: int) -> bytes:
+        if size == 0 or not self._head:  # ijson asks for 0 bytes to see whether it gets bytes or text
+            return self._read(size)
+        head, self._head = self._head[:size], self._head[size:]
+        return head
+
+
+def _without_mark(path: Path, head: bytes) -> bytes:
+    """The first bytes of a text file without the UTF-8 byte order mark."""
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UserError(f"{path}: it is UTF-16 text; save it again as UTF-8")
+    return head.removeprefix(b"\xef\xbb\xbf")
+
+
+def _parquet(path: Path, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise UserError(f"{path}: reading Parquet needs an extra: pip install 'lit-refusion[parquet]'") from error
+    try:
+        batches = parquet.ParquetFile(file).iter_batches(batch_size=1024)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+    except ArrowException as error:
+        raise UserError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
+
+
+def _tar(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any]]:
+    """WebDataset samples: members of one key, in a row."""
+    from webdataset.tariterators import group_by_keys, tar_file_iterator
+
+    members = ({**member, "__url__": str(path)} for member in tar_file_iterator(stream))
+    number = 0
+    try:
+        for number, sample in enumerate(group_by_keys(members), start=1):
+            yield number, sample
+    except ValueError as error:
+        raise UserError(f"{path}: behind sample {number}: {first_line(error)}; keys must be unique") from error
+
+
+def read_hub(hub: str, subset: str | None, split: str) -> tuple[Iterator[tuple[int, Any]], int]:
+    """The records of a Hugging Face data set, numbered from 1, and how many there are.
+
+    Args:
+        hub: id on the hub, a folder of data files, or a folder written by `save_to_disk`.
+        subset: name of a configuration; None for the default one.
+        split: name of the split.
+
+    Raises:
+        UserError: the extra is missing, or the data set cannot be loaded.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"data.sources.hub={hub}: needs an extra: pip install 'lit-refusion[hub]'") from error
+    try:
+        if any((Path(hub) / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(hub)
+            data = saved[split] if isinstance(saved, dict) else saved
+        else:
+            data = datasets.load_dataset(hub, subset, split=split)
+    except Exception as error:  # the library raises errors of a dozen kinds, bare ones among them
+        what = f"{hub}, subset {subset or 'default'}, split {split}"
+        raise UserError(f"data.sources.hub={what}: cannot load it: {first_line(error)}") from error
+    return enumerate(data, start=1), len(data)

@@ -1,0 +1,182 @@
+"""Prepared data on a remote store, cached on the local disk."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_refusion.errors import UserError, first_line
+
+CHUNK = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """Where the files of remote data are kept.
+
+    Args:
+        folder: local folder; one a machine, shared by its processes.
+        max_gigabytes: size limit of the shards in it; those used least recently make room.
+    """
+
+    folder: str
+    max_gigabytes: float
+
+    def __post_init__(self) -> None:
+        if self.max_gigabytes <= 0:
+            raise UserError(f"cache.max_gigabytes={self.max_gigabytes}: must be positive")
+
+
+def is_remote(folder: str) -> bool:
+    """Whether it is a URL rather than a local path."""
+    return "://" in folder
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """A folder behind a URL, and its copy.
+
+    Args:
+        url: the folder.
+        cache: where copies go.
+        folder: local folder with this data set's copies.
+    """
+
+    url: str
+    cache: CacheConfig
+    folder: Path
+
+    @classmethod
+    def open(cls, url: str, cache: CacheConfig | None, *, manifest: str) -> RemoteFolder:
+        """The folder at `url`; its manifest, which names the copy, is always fetched anew."""
+        if cache is None:
+            raise UserError(f"data.folder={url}: a remote folder needs a cache; give cache.folder")
+        with _network_errors(f"{url}/{manifest}"), _open(f"{url}/{manifest}") as file:
+            content = file.read()
+        folder = Path(cache.folder) / hashlib.sha256(content).hexdigest()[:16]
+        remote = cls(url.rstrip("/"), cache, folder)
+        with _disk_errors(cache):
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = folder / f".{manifest}.{os.getpid()}"
+            temporary.write_bytes(content)
+            temporary.replace(folder / manifest)
+        return remote
+
+    def fetch_all(self, files: Sequence[dict[str, Any]], *, shards: Sequence[dict[str, Any]]) -> None:
+        """Fetch the small files; look whether the shards fit into the cache."""
+        for file in files:
+            self.fetch(file)
+        limit = self._limit()
+        for shard in shards:
+            if shard["num_bytes"] > limit:
+                raise UserError(
+                    f"cache.max_gigabytes={self.cache.max_gigabytes}: smaller than {self.url}/{shard['name']} "
+                    f"({shard['num_bytes'] / 1e9:.2f} GB); raise it"
+                )
+        total = sum(shard["num_bytes"] for shard in shards)
+        if total > limit:
+            print(
+                f"cache.max_gigabytes={self.cache.max_gigabytes}: the shards of {self.url} have {total / 1e9:.1f} GB; "
+                "training reads them in random order, so they will be fetched again and again",
+                flush=True,
+            )
+
+    def fetch(self, file: dict[str, Any]) -> Path:
+        """The local copy of a file, downloaded and checked where there is none yet.
+
+        Raises:
+            UserError: it cannot be fetched or stored, or is not the file that the manifest describes.
+        """
+        path, source = self.folder / file["name"], f"{self.url}/{file['name']}"
+        with _disk_errors(self.cache):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _lock(path.with_name(f".{path.name}.lock")):
+                if path.is_file() and path.stat().st_size == file["num_bytes"]:
+                    os.utime(path)  # used just now
+                    return path
+                if path.suffix == ".tar":
+                    self._make_room(file["num_bytes"])
+                temporary = path.with_name(f".{path.name}.partial")
+                try:
+                    found = self._download(source, temporary)
+                    if found != file["sha256"]:
+                        raise UserError(f"{source}: damaged or changed (its checksum is not that of the manifest)")
+                    temporary.replace(path)
+                finally:
+                    temporary.unlink(missing_ok=True)
+        return path
+
+    def _download(self, source: str, target: Path) -> str:
+        digest = hashlib.sha256()
+        with target.open("wb") as out, _network_errors(source), _open(source) as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+                try:
+                    out.write(chunk)
+                except OSError as error:
+                    raise _cache_error(self.cache, error) from error
+        return digest.hexdigest()
+
+    def _limit(self) -> float:
+        return self.cache.max_gigabytes * 1e9
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove the shards used least recently until `num_bytes` more fit; open ones stay readable."""
+        root = Path(self.cache.folder)
+        with _lock(root / ".lock"):
+            shards = sorted((path.stat().st_mtime, path) for path in root.glob("*/*.tar"))
+            used = sum(path.stat().st_size for _, path in shards)
+            for _, path in shards:
+                if used + num_bytes <= self._limit():
+                    return
+                used -= path.stat().st_size
+                path.unlink()
+
+
+def _open(url: str) -> Any:
+    """A remote file; the file system is made anew, since those with a network loop do not survive a fork."""
+    import fsspec
+
+    system, path = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+    return system.open(path, "rb", cache_type="none") if "http" not in url else system.open(path, "rb")
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _network_errors(url: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except ImportError as error:
+        raise UserError(f"{url}: {first_line(error)}; pip install 'lit-refusion[remote]'") from error
+    except Exception as error:  # every store has errors of its own
+        what = first_line(error) if str(error) else type(error).__name__
+        raise UserError(f"{url}: cannot fetch it: {what}") from error
+
+
+@contextmanager
+def _disk_errors(cache: CacheConfig) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _cache_error(cache, error) from error
+
+
+def _cache_error(cache: CacheConfig, error: OSError) -> UserError:
+    return UserError(
+        f"cache.folder={cache.folder}: cannot store the data there: {error.strerror or error}; choose another folder "
+        "or lower cache.max_gigabytes"
+    )

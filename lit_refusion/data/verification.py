@@ -1,0 +1,84 @@
+"""Whether a prepared data set is still what was written: every byte is read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from rich.progress import Progress
+
+from lit_refusion.data.shard_writing import array_offsets, file_sha256
+from lit_refusion.data.shards import Shards
+from lit_refusion.errors import UserError
+from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
+
+
+def verify(folder: Path, *, progress: Progress | None = None) -> Iterator[str]:
+    """Yield what is wrong with the data set, file by file; nothing if it is whole.
+
+    Checks sizes and checksums of all files; that the index finds every example in its shard, with the right tokens;
+    that keys are in order; that counts and fingerprints are those of the content.
+
+    Raises:
+        UserError: the manifest cannot be read, or there is no data.
+    """
+    problems = list(_files(folder, progress))
+    yield from problems
+    if not problems:
+        yield from _content(Shards(folder), progress)
+
+
+def _files(folder: Path, progress: Progress | None) -> Iterator[str]:
+    from lit_refusion.data.shards import Manifest
+
+    manifest = Manifest.load(folder)
+    files = [*manifest.files, *manifest.shards]
+    for file in progress.track(files, description="checksums") if progress else files:
+        path = folder / file["name"]
+        if not path.is_file():
+            yield f"{path}: missing"
+        elif path.stat().st_size != file["num_bytes"]:
+            yield f"{path}: {path.stat().st_size} bytes, not {file['num_bytes']}"
+        elif file_sha256(path) != file["sha256"]:
+            yield f"{path}: its content has changed (SHA-256)"
+
+
+def _content(shards: Shards, progress: Progress | None) -> Iterator[str]:
+    manifest, index = shards.manifest, shards.index
+    counts = np.zeros(len(shards.token_counts()), np.int64)
+    size = manifest.examples_per_shard
+    numbered = list(enumerate(manifest.shards))
+    for number, shard in progress.track(numbered, description="examples") if progress else numbered:
+        path = shards.folder / shard["name"]
+        numbers = range(number * size, min((number + 1) * size, len(shards)))
+        if array_offsets(path) != index["offset"][numbers.start : numbers.stop].tolist():
+            yield f"{path}: its members do not lie where {shards.folder}/index.npy says"
+            continue
+        try:
+            for example in map(shards.__getitem__, numbers):
+                np.add.at(counts, np.concatenate([example.prompt_ids, example.response_ids]), 1)
+        except UserError as error:
+            yield str(error)
+    for start, stop in manifest.bounds():
+        if (shards.keys[start : stop - 1] > shards.keys[start + 1 : stop]).any():
+            yield f"{shards.folder}/keys.npy: keys {start} to {stop - 1} are not in order"
+    yield from _contradictions(shards, counts)
+
+
+def _contradictions(shards: Shards, counts: np.ndarray) -> Iterator[str]:
+    manifest, index = shards.manifest, shards.index
+    tokenizer = load_tokenizer(shards.folder / "tokenizer")
+    num_tokens = manifest.num_prompt_tokens + manifest.num_response_tokens
+    pairs = {
+        "content_fingerprint": hashlib.sha256(index["digest"].tobytes()).hexdigest()[:32],
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        "longest": int(index["length"].max()),
+        "num_prompt_tokens": int(index["prompt_length"].sum(dtype=np.int64)),
+    }
+    for name, found in pairs.items():
+        if getattr(manifest, name) != found:
+            yield f"{shards.folder}/manifest.json: {name} is {getattr(manifest, name)}, the content has {found}"
+    if int(counts.sum()) != num_tokens or (counts != shards.token_counts()).any():
+        yield f"{shards.folder}/token_counts.npy: not the counts of the tokens in the shards"

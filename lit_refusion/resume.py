@@ -1,0 +1,62 @@
+"""Whether a run may go on from a checkpoint: what differs between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SHAPE_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""Fields of a model's config that tell two models apart before their weights fail to load."""
+
+FIXED_SETTINGS = (
+    "seed",
+    "objective",
+    "optimizer",
+    "trainer.global_batch_size",
+    "trainer.gradient_clip",
+    "loader.validation_fraction",
+    "loader.max_training_examples",
+    "loader.mixture",
+    "loader.mask_rates",
+)
+"""Settings that a resumed run must share with its checkpoint; the others change speed, logging or length."""
+
+
+def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What a checkpoint's record and a run's record do not share: name -> (checkpoint's, run's).
+
+    Args:
+        saved: the record in the checkpoint.
+        own: the record of the run.
+    """
+    pairs = {name: (saved[name], own[name]) for name in ("data_fingerprint", "tokenizer_fingerprint")}
+    for key in FIXED_SETTINGS:
+        theirs, ours = _flat(key, _setting(saved["config"], key)), _flat(key, _setting(own["config"], key))
+        pairs |= {name: (theirs.get(name), ours.get(name)) for name in {**theirs, **ours}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def model_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The same for the model's shape: its weights would not fit."""
+    theirs, ours = saved["model_config"], own["model_config"]
+    pairs = {f"model's {name}": (theirs.get(name), ours.get(name)) for name in SHAPE_FIELDS}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def describe(found: Mapping[str, tuple[Any, Any]]) -> str:
+    """The differences in one line."""
+    return "; ".join(f"{name} was {theirs!r}, is {own!r}" for name, (theirs, own) in found.items())
+
+
+def _setting(config: Any, key: str) -> Any:
+    """The value at a dotted key."""
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else None
+    return config
+
+
+def _flat(key: str, value: Any) -> dict[str, Any]:
+    """A group of settings as dotted keys."""
+    if not isinstance(value, Mapping):
+        return {key: value}
+    return {name: item for part, inner in value.items() for name, item in _flat(f"{key}.{part}", inner).items()}
