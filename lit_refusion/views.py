@@ -151,15 +151,20 @@ def collate(
 
 
 def pack(views: Sequence[View], *, max_length: int) -> list[list[View]]:
-    """First-fit decreasing: rows of at most `max_length` tokens; a longer view gets a row of its own."""
+    """Rows of at most `max_length` tokens, as few as first-fit decreasing needs; a longer view gets a row of its own.
+
+    The rows are then evened out, since all are padded to the longest.
+    """
+    ordered = sorted(views, key=len, reverse=True)  # stable: ties keep their order
     rows: list[list[View]] = []
-    room: list[int] = []
-    for view in sorted(views, key=len, reverse=True):  # stable: ties keep their order
-        spot = next((i for i, free in enumerate(room) if free >= len(view)), None)
-        if spot is None:
-            rows.append([])
-            room.append(max_length)
-            spot = len(rows) - 1
-        rows[spot].append(view)
-        room[spot] -= len(view)
-    return rows
+    for view in ordered:
+        fitting = (row for row in rows if sum(map(len, row)) + len(view) <= max_length)
+        row = next(fitting, None)
+        if row is None:
+            rows.append([view])
+        else:
+            row.append(view)
+    even: list[list[View]] = [[] for _ in rows]
+    for view in ordered:
+        min(even, key=lambda row: sum(map(len, row))).append(view)
+    return even if all(len(row) == 1 or sum(map(len, row)) <= max_length for row in even) else rows

@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -61,9 +60,10 @@ def places(
         backbone.model.save_pretrained(folder)
         its_tokenizer.save_pretrained(folder)
     shutil.copytree(names["data"], names["nothing"])
-    np.save(names["nothing"] / "index.npy", np.load(names["data"] / "index.npy")[:0])
     manifest = json.loads((names["data"] / "manifest.json").read_text())
-    (names["nothing"] / "manifest.json").write_text(json.dumps({**manifest, "num_examples": 0}))
+    source = {**manifest["sources"][0], "kept": 0}
+    nothing = {**manifest, "num_examples": 0, "shards": [], "sources": [source]}
+    (names["nothing"] / "manifest.json").write_text(json.dumps(nothing))
     return names
 
 
@@ -138,7 +138,10 @@ ERRORS: dict[str, tuple[list[str], list[str]]] = {
     "no run": ([*EXPORT, "run={nowhere}"], ["{nowhere}/checkpoints/best.ckpt", "no such checkpoint", "run=..."]),
     "no model": ([*GENERATE, "model={nowhere}"], ["{nowhere}", "cannot load", "give a folder"]),
     # empty data set, bad records
-    "no record in the files": ([*PREPARE, "data.sources.0.files=[{empty}]"], ["data.sources", "no example is left"]),
+    "no record in the files": (
+        [*PREPARE, "data.sources.0.files=[{empty}]"],
+        ["{empty}", "no record in it", "data.sources[files]"],
+    ),
     "all dropped": ([*PREPARE, "data.max_length=3"], ["no example is left", "longer than max_length", "40"]),
     "bad record": ([*PREPARE, "data.sources.0.files=[{bad}]"], ["{bad}: record 2", "'response' is missing"]),
     "no examples in the shards": ([*TRAIN, "data.folder={nothing}"], ["{nothing}", "is empty", "manifest.json"]),
@@ -178,7 +181,7 @@ ERRORS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "checkpoint of another objective": (
         [*TRAIN, "objective=ar", "run={run}", "resume=auto", "trainer.max_steps=2"],
-        ["'refusion'", "'autoregressive'", "choose another run"],
+        ["objectives.refusion.ReFusion", "objectives.autoregressive.Autoregressive", "choose another run"],
     ),
     "global batch": (
         [*TRAIN, "trainer.global_batch_size=24", "loader.micro_batch_size=16"],

@@ -106,20 +106,26 @@ def test_view_refuses_fields_of_another_length(name: str) -> None:
         view(3, **{name: np.zeros(2, np.int64)})
 
 
-def test_pack_is_first_fit_decreasing() -> None:
+def test_pack_evens_out_the_rows_that_first_fit_needs() -> None:
     views = [view(length) for length in (3, 6, 5, 2, 7, 4)]
     packed = pack(views, max_length=10)
-    assert [[len(item) for item in row] for row in packed] == [[7, 3], [6, 4], [5, 2]]
+    assert [[len(item) for item in row] for row in packed] == [[7, 2], [6, 3], [5, 4]]
+
+
+def test_pack_stays_with_first_fit_where_even_rows_would_be_too_long() -> None:
+    views = [view(length) for length in (3, 3, 2, 2, 2)]  # evenly: 3 + 2 + 2 and 3 + 2
+    packed = pack(views, max_length=6)
+    assert [[len(item) for item in row] for row in packed] == [[3, 3], [2, 2, 2]]
 
 
 def test_pack_keeps_the_order_of_equally_long_views() -> None:
     views = [view(2, start=start) for start in (10, 20, 30, 40)]
-    assert [[item.input_ids[0] for item in row] for row in pack(views, max_length=4)] == [[10, 20], [30, 40]]
+    assert [[item.input_ids[0] for item in row] for row in pack(views, max_length=4)] == [[10, 30], [20, 40]]
 
 
 def test_pack_gives_a_longer_view_a_row_of_its_own() -> None:
     packed = pack([view(1), view(12), view(1), view(9)], max_length=10)
-    assert [[len(item) for item in row] for row in packed] == [[12], [9, 1], [1]]
+    assert [[len(item) for item in row] for row in packed] == [[12], [9], [1, 1]]
 
 
 @settings(deadline=None, database=None, derandomize=True, max_examples=100)
@@ -131,5 +137,11 @@ def test_pack_loses_nothing_and_keeps_to_its_capacity(lengths: list[int], max_le
     assert all(rows)
     assert all(len(row) == 1 or sum(map(len, row)) <= max_length for row in rows)
     assert rows == pack(views, max_length=max_length)
-    half_full = [row for row in rows if 2 * sum(map(len, row)) <= max_length]
-    assert len(half_full) <= 1  # first fit: two half-empty rows would have been one
+    first_fit: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        spot = next((i for i, total in enumerate(first_fit) if total + length <= max_length), None)
+        if spot is None:
+            first_fit.append(length)
+        else:
+            first_fit[spot] += length
+    assert len(rows) == len(first_fit)

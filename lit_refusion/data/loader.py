@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lit_refusion.data import split
-from lit_refusion.data.plan import Plan, Visit, accumulation, deal, sequential
+from lit_refusion.data.plan import Plan, Visit, accumulation, deal_by_length, deal_by_tokens, sequential
 from lit_refusion.data.shards import Shards
 from lit_refusion.errors import UserError, first_line
 from lit_refusion.noise import FirstUniform, Stream, noise
@@ -135,7 +135,11 @@ class TrainBatches(Dataset):
         visits = self.plan.step(step)
         indices = np.array([visit.index for visit in visits])
         shards = self.maker.shards
-        hands = deal(visits, shards.lengths(indices), count=self.num_micro_batches * self.world_size)
+        lengths, count = shards.lengths(indices), self.num_micro_batches * self.world_size
+        if self.maker.config.layout == "packed":
+            hands = deal_by_tokens(visits, lengths, count=count)
+        else:
+            hands = deal_by_length(visits, lengths, count=count, world_size=self.world_size)
         return hands, int(shards.response_lengths(indices).sum())
 
 

@@ -99,8 +99,8 @@ class Plan:
         return noise(self.seed, index=index, epoch=epoch, stream=Stream.EPOCH_ORDER)
 
 
-def deal(visits: Sequence[Visit], lengths: np.ndarray, *, count: int) -> list[list[Visit]]:
-    """A step's examples dealt to `count` micro-batches (ranks x accumulation).
+def deal_by_tokens(visits: Sequence[Visit], lengths: np.ndarray, *, count: int) -> list[list[Visit]]:
+    """A step's examples dealt to `count` micro-batches (ranks x accumulation), for packed rows.
 
     Each gets the same number of examples and nearly the same number of tokens: longest first, each to the lightest
     micro-batch that has room.
@@ -110,8 +110,7 @@ def deal(visits: Sequence[Visit], lengths: np.ndarray, *, count: int) -> list[li
         lengths: tokens of each.
         count: micro-batches; divides the number of visits.
     """
-    capacity, rest = divmod(len(visits), count)
-    assert rest == 0, f"{len(visits)} examples do not divide into {count} micro-batches"
+    capacity = _share(visits, count)
     hands: list[list[Visit]] = [[] for _ in range(count)]
     lightest = [(0, hand) for hand in range(count)]
     for place in np.argsort(-np.asarray(lengths), kind="stable"):
@@ -120,6 +119,31 @@ def deal(visits: Sequence[Visit], lengths: np.ndarray, *, count: int) -> list[li
         if len(hands[hand]) < capacity:
             heapq.heappush(lightest, (tokens + int(lengths[place]), hand))
     return hands
+
+
+def deal_by_length(visits: Sequence[Visit], lengths: np.ndarray, *, count: int, world_size: int) -> list[list[Visit]]:
+    """A step's examples dealt to `count` micro-batches, for padded rows: each gets examples of like length.
+
+    Ranks that run at the same time get neighbours in the order of length, so that little is padded and none waits
+    long; every other turn runs through the ranks backwards, so that none has the longer ones each time.
+
+    Args:
+        visits: the step's examples.
+        lengths: tokens of each.
+        count: micro-batches; divides the number of visits. Number t x world_size + r is the t-th of rank r.
+        world_size: ranks; divides `count`.
+    """
+    capacity = _share(visits, count)
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    hands = [[visits[place] for place in order[first : first + capacity]] for first in range(0, len(order), capacity)]
+    turns = [hands[first : first + world_size] for first in range(0, count, world_size)]
+    return [hand for number, turn in enumerate(turns) for hand in (turn[::-1] if number % 2 else turn)]
+
+
+def _share(visits: Sequence[Visit], count: int) -> int:
+    capacity, rest = divmod(len(visits), count)
+    assert rest == 0, f"{len(visits)} examples do not divide into {count} micro-batches"
+    return capacity
 
 
 def accumulation(*, global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
