@@ -51,7 +51,7 @@ def resumable_folder(target: Path, *, setting: str) -> Iterator[tuple[Path, Path
         out, work = partial / "out", partial / "work"
         for folder in (out, work):
             folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(partial / "lock", os.O_RDWR | os.O_CREAT)
+        lock = os.open(partial / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lit_refusion.errors import UserError
+from lit_refusion.errors import UserError, first_line
 
 LAST, PREVIOUS, BEST, TOKENIZER = "last", "previous", "best", "tokenizer"
 RECORD_KEY = "lit_refusion"
@@ -93,6 +93,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if target.stem == LAST:
                 self._keep_previous(target)
             temporary.replace(target)
+        except (OSError, RuntimeError) as error:  # torch's writer has its own error for a full disk
+            reason = first_line(error.__context__ if isinstance(error.__context__, OSError) else error)
+            raise UserError(
+                f"{target}: cannot write the checkpoint: {reason}; the one before it is untouched: mend the disk and "
+                "go on with resume=auto"
+            ) from error
         finally:
             temporary.unlink(missing_ok=True)
 
