@@ -52,19 +52,24 @@ class TrainingModule(L.LightningModule):
         self.backbone, self.objective, self.optimizer_config = backbone, objective, optimizer
         self.max_steps, self.log_every, self.record = max_steps, log_every, record
         self.force_resume = force_resume
-        self.train_meter = LossMeter(objective.terms)
-        self.validation_meter = LossMeter(objective.terms)
+        # Outside the module tree: strategies that cast or shard modules must not touch the sums.
+        self._meters = {stage: LossMeter(objective.terms) for stage in ("train", "val")}
         self._logged_step = 0
         self._logged_time = self._validation_start = 0.0
         self._gradient_norm: Tensor | float | None = None
         self._learning_rate = 0.0
+
+    def on_fit_start(self) -> None:
+        """Move the sums to the device."""
+        for meter in self._meters.values():
+            meter.to(self.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that the sums come out right."""
         loss = self.objective.loss(self.backbone, batch, step=self.global_step)
         shares = self.trainer.world_size * self.trainer.accumulate_grad_batches
         denominator = self._denominator(batch)
-        self.train_meter.update(loss, batch, denominator=denominator / shares)
+        self._meters["train"].update(loss, batch, denominator=denominator / shares)
         scale = shares
         if self.trainer.strategy.handles_gradient_accumulation:  # DeepSpeed divides by the accumulation once more
             scale *= self.trainer.accumulate_grad_batches
@@ -75,7 +80,7 @@ class TrainingModule(L.LightningModule):
         # With the final attention, so that figures along the run can be compared whatever schedule trains.
         loss: Loss = self.objective.loss(self.backbone, batch, step=self.max_steps)
         num_batches = self.trainer.num_val_batches[0] * self.trainer.world_size
-        self.validation_meter.update(loss, batch, denominator=self._denominator(batch) / num_batches)
+        self._meters["val"].update(loss, batch, denominator=self._denominator(batch) / num_batches)
 
     def on_validation_start(self) -> None:
         """Note the time: validation does not count in the training speed."""
@@ -87,8 +92,8 @@ class TrainingModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation figures."""
-        figures = self.validation_meter.compute()
-        self.validation_meter.reset()
+        figures = self._meters["val"].compute()
+        self._meters["val"].reset()
         self._log("val", {k: v for k, v in figures.items() if k not in ("tokens", "supervised_tokens", "padding")})
 
     def on_train_start(self) -> None:
@@ -100,8 +105,8 @@ class TrainingModule(L.LightningModule):
         steps = self.global_step - self._logged_step
         if steps < self.log_every and not (steps and self.global_step == self.max_steps):
             return
-        figures = self.train_meter.compute()
-        self.train_meter.reset()
+        figures = self._meters["train"].compute()
+        self._meters["train"].reset()
         now = time.perf_counter()
         figures["tokens_per_second"] = figures.pop("tokens") / (now - self._logged_time)
         figures["supervised_tokens"] /= steps

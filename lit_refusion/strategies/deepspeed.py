@@ -1,0 +1,148 @@
+"""DeepSpeed's ZeRO, on GPUs and, for tests, on the CPU over gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
+
+from lit_refusion.errors import UserError
+from lit_refusion.sharded_checkpoint import replacing
+from lit_refusion.strategy import Layout, StrategyConfig, check_timeout
+
+TAG = "checkpoint"
+"""Name of the folder inside a DeepSpeed checkpoint, as Lightning writes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeed(StrategyConfig):
+    """ZeRO (Rajbhandari et al., arXiv 1910.02054): optimizer states, gradients and parameters in shares.
+
+    bf16 keeps fp32 master weights in the shares.
+
+    Args:
+        stage: 1 shares the optimizer states, 2 the gradients as well, 3 the parameters as well.
+        offload_optimizer: keep the optimizer states in the CPU's memory.
+        offload_parameters: keep the parameters there (stage 3 only).
+        reduce_bucket_size: elements that are reduced at a time.
+        allgather_bucket_size: elements that are gathered at a time.
+        overlap_comm: reduce while the backward pass goes on.
+        contiguous_gradients: copy gradients into one buffer as they appear.
+        timeout_minutes: how long a rank waits for the others before it gives up.
+    """
+
+    stage: Literal[1, 2, 3]
+    offload_optimizer: bool
+    offload_parameters: bool
+    reduce_bucket_size: int
+    allgather_bucket_size: int
+    overlap_comm: bool
+    contiguous_gradients: bool
+    timeout_minutes: float
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout_minutes)
+        if self.offload_parameters and self.stage != 3:
+            raise UserError(f"strategy.offload_parameters=true: needs stage 3, not strategy.stage={self.stage}")
+        for name in ("reduce_bucket_size", "allgather_bucket_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"strategy.{name}={getattr(self, name)}: must be at least 1")
+
+    @property
+    def shards_checkpoints(self) -> bool:
+        """Yes, at every stage."""
+        return True
+
+    def make(self, layout: Layout) -> Strategy | str:
+        """Lightning's strategy with this ZeRO config."""
+        if importlib.util.find_spec("deepspeed") is None:
+            raise UserError("strategy=deepspeed_...: needs an extra: pip install 'lit-refusion[deepspeed]'")
+        if not layout.on_cuda:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+        return ZeRO(
+            self.config(layout),
+            on_cuda=layout.on_cuda,
+            process_group_backend=layout.backend,
+            timeout=timedelta(minutes=self.timeout_minutes),
+        )
+
+    def config(self, layout: Layout) -> dict[str, Any]:
+        """DeepSpeed's config; Lightning adds batch sizes, precision and clipping."""
+        zero: dict[str, Any] = {
+            "stage": self.stage,
+            "reduce_bucket_size": self.reduce_bucket_size,
+            "allgather_bucket_size": self.allgather_bucket_size,
+            "overlap_comm": self.overlap_comm,
+            "contiguous_gradients": self.contiguous_gradients,
+        }
+        if self.offload_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": layout.on_cuda}
+        if self.offload_parameters:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": layout.on_cuda}
+        return {
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "train_micro_batch_size_per_gpu": layout.micro_batch_size,
+        }
+
+
+class ZeRO(DeepSpeedStrategy):
+    """Lightning's DeepSpeed strategy that also runs on the CPU, and replaces a checkpoint in one rename."""
+
+    def __init__(self, config: dict[str, Any], *, on_cuda: bool, **options: Any) -> None:
+        super().__init__(config=config, **options)
+        self._on_cuda = on_cuda
+
+    def setup_environment(self) -> None:
+        """As Lightning's, without its refusal of the CPU."""
+        if self._on_cuda:
+            super().setup_environment()
+        else:
+            DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        """As Lightning's; CPU devices have no index to check."""
+        if self._on_cuda:
+            super().setup_distributed()
+            return
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
+        """`deepspeed.initialize`, which refuses a device rank on the CPU."""
+        if self._on_cuda:
+            return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        import deepspeed
+
+        engine, sharded_optimizer, _, _ = deepspeed.initialize(
+            config=self.config,
+            model=model,
+            model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            dist_init_required=False,
+        )
+        return engine, sharded_optimizer
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Every rank writes its share beside the target; rank 0 renames the folder when all are done."""
+        with replacing(Path(self.broadcast(filepath)), self) as folder:
+            super().save_checkpoint(checkpoint, folder, storage_options)
+
+
+def whole_state_dict(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The fp32 parameters of a ZeRO checkpoint, by their names in the LightningModule."""
+    try:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    except ImportError as error:
+        raise UserError(f"{checkpoint}: a DeepSpeed checkpoint; pip install 'lit-refusion[deepspeed]'") from error
+    return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=TAG)

@@ -1,0 +1,82 @@
+"""FSDP2: parameters, gradients and optimizer states in shares, gathered layer by layer (torch fully_shard)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lit_refusion.backbone import Backbone
+from lit_refusion.sharded_checkpoint import replacing
+from lit_refusion.strategy import Layout, StrategyConfig, check_timeout
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2(StrategyConfig):
+    """torch's fully_shard over all devices; bf16 computes in bf16 on fp32 shares and reduces in fp32.
+
+    Args:
+        reshard_after_forward: give a layer's parameters back after its forward pass and gather them again for the
+            backward pass: less memory, more traffic.
+        timeout_minutes: how long a rank waits for the others before it gives up.
+    """
+
+    reshard_after_forward: bool
+    timeout_minutes: float
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout_minutes)
+
+    @property
+    def shards_checkpoints(self) -> bool:
+        """Yes (torch distributed checkpoint)."""
+        return True
+
+    def lightning_precision(self, precision: str) -> Any:
+        """None: `fully_shard` casts."""
+        return "32-true"
+
+    def make(self, layout: Layout) -> Strategy | str:
+        """Lightning's strategy for parallel models, with data parallelism only."""
+        return FullyShard(
+            reshard_after_forward=self.reshard_after_forward,
+            is_bf16=layout.precision == "bf16-mixed",
+            data_parallel_size=layout.world_size,
+            tensor_parallel_size=1,
+            process_group_backend=layout.backend,
+            timeout=timedelta(minutes=self.timeout_minutes),
+        )
+
+
+class FullyShard(ModelParallelStrategy):
+    """Lightning's strategy that shards a backbone, and replaces a checkpoint in one rename."""
+
+    def __init__(self, *, reshard_after_forward: bool, is_bf16: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self._reshard_after_forward, self._is_bf16 = reshard_after_forward, is_bf16
+
+    def shard(self, backbone: Backbone) -> None:
+        """Share out each decoder layer, and the rest (embeddings, head, final norm) with the backbone itself.
+
+        The head belongs to the backbone's own group, which stays gathered from the forward pass to the end of the
+        backward pass, so that the loss can call it; a tied head is the embedding.
+        """
+        policy = (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            if self._is_bf16
+            else MixedPrecisionPolicy()
+        )
+        mesh = self.device_mesh["data_parallel"]
+        for layer in backbone.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self._reshard_after_forward)
+        fully_shard(backbone, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Every rank writes its share beside the target; rank 0 renames the folder when all are done."""
+        with replacing(Path(self.broadcast(filepath)), self) as folder:
+            super().save_checkpoint(checkpoint, folder, storage_options)
