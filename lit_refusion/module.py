@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -15,8 +16,8 @@ from lit_refusion.errors import UserError
 from lit_refusion.meter import LossMeter
 from lit_refusion.objective import Loss, Objective
 from lit_refusion.optimizer import OptimizerConfig
-from lit_refusion.resume import describe, differences, model_differences
-from lit_refusion.run_folder import RECORD_KEY
+from lit_refusion.resume import describe, differences, model_differences, relocate
+from lit_refusion.run_folder import CHECKPOINTS, RECORD_KEY
 from lit_refusion.views import Batch
 
 
@@ -103,7 +104,7 @@ class TrainingModule(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """Log the training figures every `log_every` steps, as means over them."""
         steps = self.global_step - self._logged_step
-        if steps < self.log_every and not (steps and self.global_step == self.max_steps):
+        if not steps or (self.global_step % self.log_every and self.global_step < self.max_steps):
             return
         figures = self._meters["train"].compute()
         self._meters["train"].reset()
@@ -161,6 +162,7 @@ class TrainingModule(L.LightningModule):
         boundary, also where accumulation or the number of devices has changed.
         """
         self._check_record(checkpoint.get(RECORD_KEY))
+        relocate(checkpoint.get("callbacks", {}), Path(self.trainer.default_root_dir) / CHECKPOINTS)
         loops = checkpoint.get("loops", {}).get("fit_loop")
         if loops is not None:
             step = checkpoint["global_step"]

@@ -48,17 +48,19 @@ def resumable_folder(target: Path, *, setting: str) -> Iterator[tuple[Path, Path
     _refuse_existing(target, setting)
     partial = partial_folder(target)
     with _os_errors(target, setting):
-        out, work = partial / "out", partial / "work"
-        for folder in (out, work):
-            folder.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(parents=True, exist_ok=True)
         lock = os.open(partial / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(f"{setting}={target}: another process is writing it; wait for it") from error
+        _refuse_existing(target, setting)  # the other process may have finished meanwhile
         with _os_errors(target, setting, kept=partial):
-            yield out, work
+            folders = partial / "out", partial / "work"
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+            yield folders
     finally:
         os.close(lock)
 

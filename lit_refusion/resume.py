@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-SHAPE_FIELDS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+SHAPE_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "tie_word_embeddings",
+)
 """Fields of a model's config that tell two models apart before their weights fail to load."""
 
 FIXED_SETTINGS = (
@@ -41,6 +52,18 @@ def model_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[
     theirs, ours = saved["model_config"], own["model_config"]
     pairs = {f"model's {name}": (theirs.get(name), ours.get(name)) for name in SHAPE_FIELDS}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def relocate(states: Mapping[str, dict[str, Any]], folder: Path) -> None:
+    """Let the callbacks' states in a checkpoint, which name files, speak of the folder that the run is in now."""
+    for state in states.values():
+        old = state.get("dirpath")
+        if old is not None and old != str(folder):
+            for name, value in state.items():
+                if isinstance(value, str):
+                    state[name] = value.replace(old, str(folder), 1)
+                elif isinstance(value, dict):
+                    state[name] = {str(key).replace(old, str(folder), 1): item for key, item in value.items()}
 
 
 def describe(found: Mapping[str, tuple[Any, Any]]) -> str:

@@ -6,7 +6,6 @@ import os
 import pickle
 import sys
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lit_refusion.errors import UserError, first_line
 
 LAST, PREVIOUS, BEST, TOKENIZER = "last", "previous", "best", "tokenizer"
+CHECKPOINTS = "checkpoints"
 RECORD_KEY = "lit_refusion"
 """Key of our record in a checkpoint: resolved config, DiffusionSpec, fingerprints, model config, prompt format."""
 
 
 def checkpoint_path(run: Path, name: str) -> Path:
     """Where a run's `last` or `best` checkpoint is; a folder where a sharded strategy wrote it."""
-    return run / "checkpoints" / f"{name}.ckpt"
+    return run / CHECKPOINTS / f"{name}.ckpt"
 
 
 def resume_point(run: Path, resume: str | None) -> Path | None:
@@ -59,9 +59,18 @@ def is_whole(checkpoint: Path) -> bool:
         return True
     try:
         with zipfile.ZipFile(checkpoint) as archive:
-            return archive.testzip() is None
-    except (zipfile.BadZipFile, OSError, EOFError, zlib.error):
+            plain = all(
+                entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1 and not entry.external_attr & 16
+                for entry in archive.infolist()
+            )
+            return plain and archive.testzip() is None
+    except Exception:  # whatever damaged bytes make of it
         return False
+
+
+def _partial(checkpoint: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return checkpoint.with_name(f".{checkpoint.name}.partial")
 
 
 @rank_zero_only
@@ -84,7 +93,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write, flush to disk, rename."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.partial")
+        temporary = _partial(target)
         try:
             with temporary.open("wb") as file:
                 torch.save(checkpoint, file)
@@ -112,13 +121,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         resumed_from, self._resumed_from = self._resumed_from, None
         if not last.exists() or resumed_from == previous:  # then the last one is damaged
             return
-        link = last.with_name(f".{previous.name}.partial")
+        link = _partial(previous)
         link.unlink(missing_ok=True)
         try:
             os.link(last, link)  # so that there is a last one at every moment
+            link.replace(previous)
         except OSError:  # a file system without links
-            last.replace(link)
-        link.replace(previous)
+            last.replace(previous)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -135,6 +144,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint; is run=... the folder of a training run?")
     try:
+        if zipfile.is_zipfile(path) and not is_whole(path):
+            raise ValueError("its checksums differ")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
         raise UserError(f"{path}: damaged or not a checkpoint; choose the run's other checkpoint") from error

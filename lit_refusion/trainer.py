@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,6 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_refusion.callbacks.interrupt import StopGracefully
 from lit_refusion.callbacks.save_last import SaveLast
 from lit_refusion.data.loader import DataModule
 from lit_refusion.errors import UserError, first_line
@@ -81,7 +81,7 @@ class TrainerConfig:
 
 
 def make_trainer(
-    config: TrainerConfig, data: DataModule, *, run: Path, max_steps: int, stop: StopGracefully
+    config: TrainerConfig, data: DataModule, *, run: Path, max_steps: int, callbacks: Sequence[Callback]
 ) -> L.Trainer:
     """The Trainer of one run, with accumulation derived from the global batch.
 
@@ -120,7 +120,7 @@ def make_trainer(
             logger=loggers,
             callbacks=[
                 *_checkpoints(config, run, has_validation=has_validation),
-                stop,
+                *callbacks,
                 *([ProgressBar()] if progress == "rich" else []),
             ],
             enable_progress_bar=progress == "rich",

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks import LambdaCallback
 from transformers import PreTrainedTokenizerBase
 
 from lit_refusion.backbone import Backbone, BackboneConfig
 from lit_refusion.callbacks.interrupt import StopGracefully
-from lit_refusion.data.loader import DataModule, LoaderConfig, plain_worker_errors
+from lit_refusion.data.loader import DataModule, LoaderConfig
 from lit_refusion.data.remote import CacheConfig
 from lit_refusion.data.shards import Shards
+from lit_refusion.data.workers import plain_worker_errors
 from lit_refusion.errors import UserError
 from lit_refusion.mask_token import check_mask_not_in_data
 from lit_refusion.module import TrainingModule
@@ -108,11 +111,11 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         force_resume=config.resume == "force",
     )
     run.mkdir(parents=True, exist_ok=True)
-    stop = StopGracefully()
-    trainer = make_trainer(config.trainer, data, run=run, max_steps=max_steps, stop=stop)
+    validates = len(data.validation_indices) > 0
+    stop = StopGracefully(config.trainer.validate_every if validates else None)
+    origin = LambdaCallback(on_train_start=lambda *_: _write_origin(run, resolved, tokenizer))
+    trainer = make_trainer(config.trainer, data, run=run, max_steps=max_steps, callbacks=[origin, stop])
     if trainer.is_global_zero:
-        (run / "config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
-        tokenizer.save_pretrained(run / TOKENIZER)
         print(
             _header(config, spec=spec.to_dict(), backbone=backbone, data=data, max_steps=max_steps),
             flush=True,
@@ -123,11 +126,21 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         warnings.filterwarnings("ignore", ".*exists and is not empty.*")
         warnings.filterwarnings("ignore", ".*isinstance\\(treespec, LeafSpec\\).*")
-        with plain_worker_errors():
-            trainer.fit(module, data, ckpt_path=resume_from, weights_only=True)
+        try:
+            with plain_worker_errors():
+                trainer.fit(module, data, ckpt_path=resume_from, weights_only=True)
+        finally:
+            data.release_workers()
     score = trainer.callback_metrics.get("val/loss")
     loss = None if score is None else float(score)
     return TrainResult(run, trainer.global_step, stop.was_stopped, loss, trainer.is_global_zero)
+
+
+@rank_zero_only
+def _write_origin(run: Path, resolved: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """What the run was made of; written when it really starts, so that one that is refused changes nothing."""
+    (run / "config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+    tokenizer.save_pretrained(run / TOKENIZER)
 
 
 def _load_fitting(config: TrainConfig, shards: Shards) -> tuple[PreTrainedTokenizerBase, Backbone]:

@@ -8,22 +8,29 @@ from typing import Any
 
 import lightning as L
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+INTERRUPTED = 130
+"""Exit code of a run that a signal has stopped."""
+
 
 class StopGracefully(L.Callback):
     """On the first Ctrl-C, SIGTERM or SIGUSR1 (Slurm's) finish the step and stop; the second interrupts at once.
 
-    The state that training ends in is saved by `SaveLast`.
+    A validation that is due at that step is still made, so that a run that goes on misses none. The state that training
+    ends in is saved by `SaveLast`.
+
+    Args:
+        validate_every: steps between validations; None for a run without.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-    def __init__(self) -> None:
+    def __init__(self, validate_every: int | None) -> None:
+        self.validate_every = validate_every
         self.was_stopped = False
         self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take over the signals."""
-        for number in self.SIGNALS:
+        for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._request)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -32,9 +39,10 @@ class StopGracefully(L.Callback):
             return
         if trainer.world_size > 1:
             self.was_stopped = trainer.strategy.reduce_boolean_decision(self.was_stopped, all=False)
-        if self.was_stopped:
-            trainer.limit_val_batches = 0  # Lightning validates when it stops, but the machine may be going away
-        if self.was_stopped or trainer.global_step >= trainer.max_steps:
+        is_last = trainer.global_step >= trainer.max_steps
+        if self.was_stopped and not is_last and (not self.validate_every or trainer.global_step % self.validate_every):
+            trainer.limit_val_batches = 0  # Lightning validates whenever it stops, but the machine may be going away
+        if self.was_stopped or is_last:
             trainer.should_stop = True  # so the final state is validated, whatever the interval
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -49,7 +57,7 @@ class StopGracefully(L.Callback):
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         if self.was_stopped:
-            raise KeyboardInterrupt
+            raise SystemExit(INTERRUPTED)  # Lightning would end a KeyboardInterrupt with exit code 1
         self.was_stopped = True
 
     def _restore(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from lit_refusion.callbacks.interrupt import INTERRUPTED
 from lit_refusion.commands import compose
 from lit_refusion.schema import build
 from lit_refusion.training import TrainConfig, train
@@ -19,4 +20,4 @@ def run(arguments: argparse.Namespace) -> int:
     score = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f}"
     if result.is_main:
         print(f"{result.run}: step {result.step}{score}; checkpoints in {result.run / 'checkpoints'}")
-    return 130 if result.was_stopped else 0
+    return INTERRUPTED if result.was_stopped else 0

@@ -11,8 +11,9 @@ import io
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from lit_refusion.errors import UserError, first_line
 
@@ -28,8 +29,6 @@ SUFFIXES = (
 )
 MAX_LINE = 2**26
 """Bytes of the longest JSON line (64 MB); a longer one is a bad record, so that no line can fill the memory."""
-SAMPLE_KEY = "__key__"
-"""Field of a raw record that marks it as a WebDataset sample."""
 
 
 class BadRecordError(UserError):
@@ -52,11 +51,7 @@ def read_raw(path: Path, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
         if name.endswith(".parquet"):
             yield from _parquet(path, file)
             return
-        stream = _decompressed(path, file)
-        try:
-            yield from read(path, stream)
-        finally:
-            stream.close()
+        yield from read(path, _decompressed(path, file))
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise UserError(f"{path}: cannot read it: {first_line(error) or type(error).__name__}; is it whole?") from error
 
@@ -70,24 +65,42 @@ def _decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
         import zstandard
     except ImportError as error:
         raise UserError(f"{path}: reading .zst needs an extra: pip install 'lit-refusion[zstd]'") from error
-    decompressor = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=False)
-    return io.BufferedReader(_Reraising(decompressor, zstandard.ZstdError), 2**20)
+    return io.BufferedReader(_Zstd(file, zstandard), 2**20)
 
 
-class _Reraising(io.RawIOBase):
-    """A raw stream whose library's own errors come out as OSError."""
+class _Zstd(io.RawIOBase):
+    """Decompressed frames; unlike zstandard's own reader it notices a frame that is cut off."""
 
-    def __init__(self, stream: Any, error: type[Exception]) -> None:
-        self._stream, self._error = stream, error
+    def __init__(self, file: IO[bytes], library: Any) -> None:
+        self._file, self._library = file, library
+        self._frame: Any = None
+        self._ready = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        try:
-            return self._stream.readinto(buffer)
-        except self._error as error:
-            raise OSError(str(error)) from error
+        while not self._ready:
+            data = self._file.read(128)  # little, since 128 bytes can become megabytes
+            if not data:
+                if self._frame is not None:
+                    raise EOFError("the last frame is cut off")
+                return 0
+            self._ready = b"".join(self._decompress(data))
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+    def _decompress(self, data: bytes) -> Iterator[bytes]:
+        while data:
+            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+            try:
+                yield self._frame.decompress(data)
+            except self._library.ZstdError as error:
+                raise OSError(str(error)) from error
+            data = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = None
 
 
 def _json_lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any]]:
@@ -150,21 +163,63 @@ def _parquet(path: Path, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
     try:
         batches = parquet.ParquetFile(file).iter_batches(batch_size=1024)
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-    except ArrowException as error:
+    except (ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
+
+
+def num_rows(path: Path) -> int | None:
+    """Rows of a Parquet file, for progress: it is not read from front to back; None for other kinds."""
+    if not path.name.endswith(".parquet"):
+        return None
+    try:
+        from pyarrow import ArrowException, parquet
+
+        return parquet.ParquetFile(path).metadata.num_rows
+    except (ImportError, OSError, ArrowException):
+        return None  # reading it will say why
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A WebDataset sample: the members of one key, by what follows the key in their names."""
+
+    key: str
+    members: dict[str, bytes]
+
+
+class _Header(tarfile.TarInfo):
+    """A member's header; unlike tarfile's own reading, one that is damaged or missing is not taken for the end."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the blocks of zeros at the end
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"damaged or cut off at byte {archive.offset} ({error})") from error
 
 
 def _tar(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any]]:
     """WebDataset samples: members of one key, in a row."""
-    from webdataset.tariterators import group_by_keys, tar_file_iterator
+    from webdataset.tariterators import group_by_keys
 
-    members = ({**member, "__url__": str(path)} for member in tar_file_iterator(stream))
     number = 0
     try:
-        for number, sample in enumerate(group_by_keys(members), start=1):
-            yield number, sample
+        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:
+            for number, sample in enumerate(group_by_keys(_members(path, archive)), start=1):
+                members = {name: value for name, value in sample.items() if not name.startswith("__")}
+                yield number, Sample(sample["__key__"], members)
     except ValueError as error:
         raise UserError(f"{path}: behind sample {number}: {first_line(error)}; keys must be unique") from error
+
+
+def _members(path: Path, archive: tarfile.TarFile) -> Iterator[dict[str, Any]]:
+    for info in archive:
+        file = archive.extractfile(info) if info.isfile() else None
+        if file is not None:
+            yield {"fname": info.name, "data": file.read(), "__url__": str(path)}
+        archive.members = []  # type: ignore[attr-defined]  # it would keep every header
 
 
 def read_hub(hub: str, subset: str | None, split: str) -> tuple[Iterator[tuple[int, Any]], int]:
@@ -184,6 +239,8 @@ def read_hub(hub: str, subset: str | None, split: str) -> tuple[Iterator[tuple[i
         raise UserError(f"data.sources.hub={hub}: needs an extra: pip install 'lit-refusion[hub]'") from error
     try:
         if any((Path(hub) / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            if subset is not None:
+                raise ValueError("a folder written by save_to_disk has no subsets; leave them out")
             saved = datasets.load_from_disk(hub)
             data = saved[split] if isinstance(saved, dict) else saved
         else:

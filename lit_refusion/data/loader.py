@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import signal
+import math
+import multiprocessing
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lit_refusion.data import split
 from lit_refusion.data.plan import Plan, Visit, accumulation, deal_by_length, deal_by_tokens, sequential
 from lit_refusion.data.shards import Shards
-from lit_refusion.errors import UserError, first_line
+from lit_refusion.data.workers import WorkerLoader, ignore_signals
+from lit_refusion.errors import UserError
 from lit_refusion.noise import FirstUniform, Stream, noise
 from lit_refusion.objective import Objective
 from lit_refusion.views import IGNORE, Batch, View, collate, pack
@@ -68,8 +70,8 @@ class LoaderConfig:
         if not 0 <= self.validation_fraction < 1:
             raise UserError(f"loader.validation_fraction={self.validation_fraction}: must lie in [0, 1)")
         for name, weight in self.mixture.items():
-            if weight < 0:
-                raise UserError(f"loader.mixture.{name}={weight}: must not be negative")
+            if not 0 <= weight < math.inf:
+                raise UserError(f"loader.mixture.{name}={weight}: must be a number, and not negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +212,8 @@ class DataModule(L.LightningDataModule):
         self.validation_indices = split.numbers(validation)
         weights = _weights(config.mixture, [source["name"] for source in shards.manifest.sources])
         self.plan = Plan(train, weights=weights, seed=seed, global_batch_size=global_batch_size)
+        self._is_serving = multiprocessing.Event()
+        self._is_serving.set()
 
     def num_micro_batches(self, world_size: int) -> int:
         """Gradient accumulation on `world_size` devices."""
@@ -232,6 +236,10 @@ class DataModule(L.LightningDataModule):
             world_size=trainer.world_size,
         )
         return self._loader(dataset, _From(trainer.global_step * count, trainer.max_steps * count))
+
+    def release_workers(self) -> None:
+        """Let the loader processes end when they are told to, which they did not during training."""
+        self._is_serving.clear()
 
     def val_dataloader(self) -> DataLoader | list[Any]:
         """Held-out examples; none where the fraction is 0."""
@@ -256,37 +264,15 @@ class DataModule(L.LightningDataModule):
         )
 
     def _loader(self, dataset: Dataset, sampler: Sampler[int]) -> DataLoader:
-        return DataLoader(
+        return WorkerLoader(
             dataset,
             batch_size=None,
             sampler=sampler,
             num_workers=self.config.num_workers,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.config.num_workers > 0,
-            worker_init_fn=_ignore_interrupt,
+            worker_init_fn=partial(ignore_signals, self._is_serving),
         )
-
-
-def _ignore_interrupt(worker: int) -> None:
-    """Ctrl-C reaches the whole process group; workers go on serving until the step that is under way has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-@contextmanager
-def plain_worker_errors() -> Iterator[None]:
-    """Errors of the loader's processes as if they had happened in this one."""
-    try:
-        yield
-    except UserError as error:
-        if "in DataLoader worker" not in str(error):
-            raise
-        raise UserError(str(error).rsplit("UserError: ", maxsplit=1)[-1].strip()) from error
-    except RuntimeError as error:
-        if "DataLoader worker (pid" not in str(error):
-            raise
-        raise UserError(
-            f"{first_line(error)} If the memory ran out, lower loader.num_workers; go on with resume=auto"
-        ) from error
 
 
 def _stratified(u: np.ndarray, *, place: int, count: int) -> np.ndarray:

@@ -7,21 +7,24 @@ interrupted run finished serves the next one, and filters, weights and shard siz
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
 import pickle
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lit_refusion.chat import PromptFormat, encode, encode_responses
-from lit_refusion.data.formats import BadRecordError, read_hub, read_raw
+from lit_refusion.data.formats import BadRecordError, num_rows, read_hub, read_raw
 from lit_refusion.data.records import Conversation, Fields, parse_record
 from lit_refusion.data.sources import Source
 from lit_refusion.errors import UserError
@@ -90,8 +93,11 @@ def blocks(source: Source) -> Iterator[Block]:
         try:
             with path.open("rb") as file:
                 total = path.stat().st_size
+                rows = num_rows(path)
                 for records_of_block in _chunks(read_raw(path, file)):
-                    position = min(file.tell(), total) if not file.closed else total
+                    position = min(file.tell(), total)
+                    if rows and records_of_block:
+                        position = total * records_of_block[-1][0] // rows
                     yield Block(
                         fields=source.fields, origin=str(path), records=records_of_block, position=position, total=total
                     )
@@ -141,7 +147,7 @@ class Part:
 
 
 def make_part(block: bytes, settings: Tokenizing, folder: str) -> Part:
-    """The part of a pickled Block, from an earlier run where that finished it: the work of a process.
+    """The part of a packed Block, from an earlier run where that finished it: the work of a process.
 
     Raises:
         UserError: the chat template cannot use its variables.
@@ -164,14 +170,36 @@ def make_part(block: bytes, settings: Tokenizing, folder: str) -> Part:
             arrays.append(tokens.astype(settings.dtype))
             entries.append((key, token_digest(tokens, len(prompt)), len(prompt), len(tokens)))
     figures = {"read": len(content.records), "bad": len(errors), "errors": errors[:LISTED_ERRORS]}
-    with (Path(folder) / f"{name}.tokens").open("wb") as file:
+    with _written_whole(report.with_suffix(".tokens")) as file:
         for array in arrays:
-            array.tofile(file)
-    np.save(Path(folder) / f"{name}.npy", np.array(entries, PART_DTYPE))
-    temporary = report.with_suffix(".partial")
-    temporary.write_text(json.dumps(figures), encoding="utf-8")
-    temporary.replace(report)  # last, so a part with a report is whole
+            file.write(array.tobytes())
+    with _written_whole(report.with_suffix(".npy")) as file:
+        np.save(file, np.array(entries, PART_DTYPE))
+    with _written_whole(report) as file:  # last, so a part with a report is whole
+        file.write(json.dumps(figures).encode())
     return Part(folder=folder, name=name, **_read_report(report))
+
+
+@contextmanager
+def _written_whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes its name when it is whole; two processes may make the same part of equal blocks."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        yield file
+    temporary.replace(path)
+
+
+def packed(block: Block) -> bytes:
+    """A block as bytes that depend on its content alone, not on which of its strings are one object."""
+    content = io.BytesIO()
+    pickler = pickle.Pickler(content, protocol=5)
+    pickler.fast = True  # without the memo of objects seen before
+    try:
+        pickler.dump(block)
+    except RecursionError as error:
+        first, last = block.records[0][0], block.records[-1][0]
+        raise UserError(f"{block.origin}: one of records {first} to {last} is nested too deep; remove it") from error
+    return content.getvalue()
 
 
 def _read_report(path: Path) -> dict[str, Any]:
@@ -221,7 +249,7 @@ def _refuse_special_tokens(conversation: Conversation, special_tokens: list[str]
 
 
 def _text_key(conversation: Conversation) -> int:
-    """64-bit hash of the text, the example's identity across data sets."""
-    texts = [message["content"] for message in conversation.prompt] + [conversation.response]
-    digest = hashlib.blake2b("\x1f".join(texts).encode(), digest_size=8).digest()
+    """64-bit hash of the text and its roles, the example's identity across data sets."""
+    texts = [text for message in conversation.prompt for text in (message["role"], message["content"])]
+    digest = hashlib.blake2b("\x1f".join([*texts, conversation.response]).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

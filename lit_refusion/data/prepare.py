@@ -9,7 +9,7 @@ function of the records and the settings alone: neither the number of processes 
 from __future__ import annotations
 
 import hashlib
-import pickle
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_refusion.chat import PromptFormat
 from lit_refusion.data import lengths
-from lit_refusion.data.parts import LISTED_ERRORS, PART_DTYPE, Part, Tokenizing, blocks, make_part
+from lit_refusion.data.parts import LISTED_ERRORS, PART_DTYPE, Part, Tokenizing, blocks, make_part, packed
 from lit_refusion.data.selection import SourceCounts, select
 from lit_refusion.data.shard_writing import EXAMPLE_DTYPE, Shard, describe, write_shard
 from lit_refusion.data.shards import INDEX, INDEX_DTYPE, KEYS, TOKEN_COUNTS, Manifest
@@ -191,6 +191,7 @@ class _Preparation:
         np.save(self.out / INDEX, index)
         np.save(self.out / KEYS, self.keys)
         np.save(self.out / TOKEN_COUNTS, token_counts)
+        shutil.rmtree(self.out / "tokenizer", ignore_errors=True)  # of an interrupted run with another one
         self.tokenizer.save_pretrained(self.out / "tokenizer")
         manifest = self._manifest(index, counts)
         with suppress(ImportError):  # without matplotlib the numbers are in the manifest
@@ -223,7 +224,7 @@ class _Preparation:
                 raise UserError(f"{block.origin}: no record in it; remove it from data.sources[{source.name}]")
             before += last.total if last is not None and last.origin != block.origin else 0
             last = block
-            yield pickle.dumps(block, protocol=5), settings, folder
+            yield packed(block), settings, folder
             if self.progress and task is not None:
                 self.progress.update(task, completed=before + block.position, total=size or before + block.total)
 

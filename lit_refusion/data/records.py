@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lit_refusion.data.formats import SAMPLE_KEY, BadRecordError
+from lit_refusion.data.formats import BadRecordError, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ def parse_record(raw: Any, fields: Fields, *, where: str) -> Conversation:
     Raises:
         BadRecordError: names the record and the field.
     """
-    record = _decoded(raw, where)
+    record = _decoded(raw, fields, where)
     if not isinstance(record, dict):
         raise BadRecordError(f"{where}: expected an object with fields, found {_brief(record)}")
     if record.get(fields.messages):
@@ -49,17 +49,18 @@ def parse_record(raw: Any, fields: Fields, *, where: str) -> Conversation:
     return Conversation(({"role": "user", "content": query},), response)
 
 
-def _decoded(raw: Any, where: str) -> Any:
+def _decoded(raw: Any, fields: Fields, where: str) -> Any:
     if isinstance(raw, BadRecordError):
         raise raw
     if isinstance(raw, bytes):
         return _json(raw, where)
-    if isinstance(raw, dict) and SAMPLE_KEY in raw:
-        where = f"{where} ({raw[SAMPLE_KEY]})"
-        if "json" in raw:
-            return _json(raw["json"], where)
-        members = {name: value for name, value in raw.items() if not name.startswith("__")}
-        return {name.removesuffix(".txt"): _decode(value, where) for name, value in members.items()}
+    if isinstance(raw, Sample):
+        where = f"{where} ({raw.key})"
+        if "json" in raw.members:
+            return _json(raw.members["json"], where)
+        members = {name.removesuffix(".txt"): value for name, value in raw.members.items()}
+        wanted = (fields.query, fields.response)
+        return {name: _decode(value, where) if name in wanted else None for name, value in members.items()}
     return raw
 
 
@@ -115,5 +116,8 @@ def _text(record: Mapping[str, Any], field: str, *, where: str, setting: str = "
 
 
 def _brief(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "nested too deep to show"
     return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"

@@ -14,6 +14,9 @@ from typing import Any
 from lit_refusion.errors import UserError, first_line
 
 CHUNK = 2**20
+NUM_TRIES = 10
+MARK = ".fetched"
+"""File that marks a folder as the cache's own, so that nothing else is ever removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +58,16 @@ class RemoteFolder:
     @classmethod
     def open(cls, url: str, cache: CacheConfig | None, *, manifest: str) -> RemoteFolder:
         """The folder at `url`; its manifest, which names the copy, is always fetched anew."""
+        url = url.rstrip("/")
         if cache is None:
             raise UserError(f"data.folder={url}: a remote folder needs a cache; give cache.folder")
         with _network_errors(f"{url}/{manifest}"), _open(f"{url}/{manifest}") as file:
             content = file.read()
         folder = Path(cache.folder) / hashlib.sha256(content).hexdigest()[:16]
-        remote = cls(url.rstrip("/"), cache, folder)
+        remote = cls(url, cache, folder)
         with _disk_errors(cache):
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / MARK).touch()
             temporary = folder / f".{manifest}.{os.getpid()}"
             temporary.write_bytes(content)
             temporary.replace(folder / manifest)
@@ -100,17 +105,24 @@ class RemoteFolder:
                 if path.is_file() and path.stat().st_size == file["num_bytes"]:
                     os.utime(path)  # used just now
                     return path
-                if path.suffix == ".tar":
-                    self._make_room(file["num_bytes"])
                 temporary = path.with_name(f".{path.name}.partial")
                 try:
                     found = self._download(source, temporary)
                     if found != file["sha256"]:
                         raise UserError(f"{source}: damaged or changed (its checksum is not that of the manifest)")
-                    temporary.replace(path)
+                    self._keep(temporary, path)
                 finally:
                     temporary.unlink(missing_ok=True)
         return path
+
+    def open_shard(self, file: dict[str, Any]) -> int:
+        """A descriptor of the local copy; fetched again if another process made room of it in between."""
+        for _ in range(NUM_TRIES):
+            try:
+                return os.open(self.fetch(file), os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+        raise UserError(f"cache.max_gigabytes={self.cache.max_gigabytes}: too small for the processes that share it")
 
     def _download(self, source: str, target: Path) -> str:
         digest = hashlib.sha256()
@@ -126,17 +138,19 @@ class RemoteFolder:
     def _limit(self) -> float:
         return self.cache.max_gigabytes * 1e9
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Remove the shards used least recently until `num_bytes` more fit; open ones stay readable."""
+    def _keep(self, temporary: Path, target: Path) -> None:
+        """Give a download its name; for a shard, those used least recently make room. Open ones stay readable."""
         root = Path(self.cache.folder)
         with _lock(root / ".lock"):
-            shards = sorted((path.stat().st_mtime, path) for path in root.glob("*/*.tar"))
-            used = sum(path.stat().st_size for _, path in shards)
-            for _, path in shards:
-                if used + num_bytes <= self._limit():
-                    return
-                used -= path.stat().st_size
-                path.unlink()
+            if target.suffix == ".tar":
+                ours = [path for mark in root.glob(f"*/{MARK}") for path in mark.parent.glob("*.tar")]
+                shards = sorted((path.stat().st_mtime, path) for path in ours)
+                used = temporary.stat().st_size + sum(path.stat().st_size for path in ours)
+                while shards and used > self._limit():
+                    _, path = shards.pop(0)
+                    used -= path.stat().st_size
+                    path.unlink()
+            temporary.replace(target)
 
 
 def _open(url: str) -> Any:
@@ -144,7 +158,8 @@ def _open(url: str) -> Any:
     import fsspec
 
     system, path = fsspec.core.url_to_fs(url, skip_instance_cache=True)
-    return system.open(path, "rb", cache_type="none") if "http" not in url else system.open(path, "rb")
+    # From HTTP as one stream: not every server knows range requests.
+    return system.open(path, "rb", **({"block_size": 0} if url.startswith("http") else {"cache_type": "none"}))
 
 
 @contextmanager
@@ -163,7 +178,9 @@ def _network_errors(url: str) -> Iterator[None]:
     except ImportError as error:
         raise UserError(f"{url}: {first_line(error)}; pip install 'lit-refusion[remote]'") from error
     except Exception as error:  # every store has errors of its own
-        what = first_line(error) if str(error) else type(error).__name__
+        what = "there is no such file" if isinstance(error, FileNotFoundError) else first_line(error)
+        if isinstance(error.__cause__, Exception):  # fsspec puts its own, without the reason, in front
+            what = first_line(error.__cause__)
         raise UserError(f"{url}: cannot fetch it: {what}") from error
 
 

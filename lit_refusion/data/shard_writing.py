@@ -65,6 +65,8 @@ def write_shard(
         shard = _read_note(note, path.name)
         if path.is_file() and path.stat().st_size == shard.num_bytes:
             return shard
+    for other in Path(work).glob(f"{path.stem}-*.npz"):  # of other settings; its shard is about to go
+        other.unlink()
     token_counts = np.zeros(num_ids, np.int64)
     temporary = path.with_suffix(".partial")
     with temporary.open("wb") as file, webdataset.TarWriter(file, mtime=0) as writer:

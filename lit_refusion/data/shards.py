@@ -19,7 +19,7 @@ import json
 import os
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,9 @@ class Manifest:
         for file in (*self.shards, *self.files):
             if not {"name", "num_bytes", "sha256"} <= file.keys():
                 raise ValueError(f"a file lacks its name, size or checksum: {file}")
+            name = PurePosixPath(file["name"])
+            if name.is_absolute() or ".." in name.parts:
+                raise ValueError(f"{name} lies outside the folder")
 
 
 class Shards:
@@ -148,7 +151,7 @@ class Shards:
         dtype = np.dtype(self.manifest.dtype)
         num_prompt, num_bytes = int(entry["prompt_length"]), (int(entry["length"]) + 1) * dtype.itemsize
         shard = number // self.manifest.examples_per_shard
-        data = os.pread(self._descriptor(shard), num_bytes, int(entry["offset"])) if num_bytes > 0 else b""
+        data = self._read(shard, num_bytes, int(entry["offset"])) if num_bytes > 0 else b""
         tokens = np.frombuffer(data, dtype).astype(np.int64) if len(data) == num_bytes else np.zeros(0, np.int64)
         if len(tokens) == 0 or tokens[0] != num_prompt or token_digest(tokens[1:], num_prompt) != entry["digest"]:
             raise UserError(
@@ -178,17 +181,28 @@ class Shards:
         stops = [stop for _, stop in self.manifest.bounds()]
         return self.manifest.sources[int(np.searchsorted(stops, number, side="right"))]["name"]
 
+    def __del__(self) -> None:
+        for descriptor in self.__dict__.get("_files", {}).values():
+            os.close(descriptor)
+
+    def _read(self, shard: int, num_bytes: int, offset: int) -> bytes:
+        """Bytes of a shard; `pread` cannot crash where a file is cut off, as a memory map does."""
+        try:
+            return os.pread(self._descriptor(shard), num_bytes, offset)
+        except OSError as error:
+            path = self.folder / self.manifest.shards[shard]["name"]
+            raise UserError(f"{path}: cannot read it: {error.strerror}; prepare the data again") from error
+
     def _descriptor(self, shard: int) -> int:
-        """An open file of the shard; reads with `pread` cannot crash where a file is cut off, as memory maps do."""
+        """An open file of the shard."""
         if shard not in self._files:
             if len(self._files) >= MAX_OPEN:
                 os.close(self._files.popitem(last=False)[1])
             file = self.manifest.shards[shard]
-            path = self._remote.fetch(file) if self._remote else self.folder / file["name"]
-            try:
-                self._files[shard] = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise UserError(f"{path}: cannot read it: {error.strerror}; prepare the data again") from error
+            if self._remote:
+                self._files[shard] = self._remote.open_shard(file)
+            else:
+                self._files[shard] = os.open(self.folder / file["name"], os.O_RDONLY)
         self._files.move_to_end(shard)
         return self._files[shard]
 

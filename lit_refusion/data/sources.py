@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,8 +55,8 @@ class Source:
             raise UserError(f"{key}: give either files={list(self.files)} or hub={self.hub}")
         if self.subsets and self.hub is None:
             raise UserError(f"{key}.subsets={list(self.subsets)}: only a hub data set has subsets; name files in files")
-        if self.weight < 0:
-            raise UserError(f"{key}.weight={self.weight}: must not be negative")
+        if not 0 <= self.weight < math.inf:
+            raise UserError(f"{key}.weight={self.weight}: must be a number, and not negative")
         for name in ("max_examples", "max_prompt_tokens", "max_tokens", "min_response_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from rich.progress import Progress
 
+from lit_refusion.data.lengths import histogram
 from lit_refusion.data.shard_writing import array_offsets, file_sha256
-from lit_refusion.data.shards import Shards
-from lit_refusion.errors import UserError
+from lit_refusion.data.shards import INDEX, KEYS, TOKEN_COUNTS, Manifest, Shards
+from lit_refusion.errors import UserError, first_line
 from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 
@@ -31,8 +33,6 @@ def verify(folder: Path, *, progress: Progress | None = None) -> Iterator[str]:
 
 
 def _files(folder: Path, progress: Progress | None) -> Iterator[str]:
-    from lit_refusion.data.shards import Manifest
-
     manifest = Manifest.load(folder)
     files = [*manifest.files, *manifest.shards]
     for file in progress.track(files, description="checksums") if progress else files:
@@ -47,38 +47,58 @@ def _files(folder: Path, progress: Progress | None) -> Iterator[str]:
 
 def _content(shards: Shards, progress: Progress | None) -> Iterator[str]:
     manifest, index = shards.manifest, shards.index
-    counts = np.zeros(len(shards.token_counts()), np.int64)
+    counts = np.zeros(0, np.int64)
     size = manifest.examples_per_shard
     numbered = list(enumerate(manifest.shards))
     for number, shard in progress.track(numbered, description="examples") if progress else numbered:
         path = shards.folder / shard["name"]
         numbers = range(number * size, min((number + 1) * size, len(shards)))
-        if array_offsets(path) != index["offset"][numbers.start : numbers.stop].tolist():
-            yield f"{path}: its members do not lie where {shards.folder}/index.npy says"
-            continue
         try:
+            if array_offsets(path) != index["offset"][numbers.start : numbers.stop].tolist():
+                yield f"{path}: its members do not lie where {shards.folder}/index.npy says"
+                continue
             for example in map(shards.__getitem__, numbers):
-                np.add.at(counts, np.concatenate([example.prompt_ids, example.response_ids]), 1)
+                tokens = np.bincount(np.concatenate([example.prompt_ids, example.response_ids]))
+                counts = _sum(counts, tokens)
         except UserError as error:
             yield str(error)
+        except (tarfile.TarError, ValueError, OSError) as error:
+            yield f"{path}: not a WebDataset of arrays: {first_line(error)}"
     for start, stop in manifest.bounds():
         if (shards.keys[start : stop - 1] > shards.keys[start + 1 : stop]).any():
             yield f"{shards.folder}/keys.npy: keys {start} to {stop - 1} are not in order"
     yield from _contradictions(shards, counts)
 
 
+def _sum(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    """The sum of two counts of different length."""
+    total = np.zeros(max(len(one), len(two)), np.int64)
+    total[: len(one)] += one
+    total[: len(two)] += two
+    return total
+
+
 def _contradictions(shards: Shards, counts: np.ndarray) -> Iterator[str]:
     manifest, index = shards.manifest, shards.index
     tokenizer = load_tokenizer(shards.folder / "tokenizer")
-    num_tokens = manifest.num_prompt_tokens + manifest.num_response_tokens
+    num_prompt_tokens = int(index["prompt_length"].sum(dtype=np.int64))
     pairs = {
         "content_fingerprint": hashlib.sha256(index["digest"].tobytes()).hexdigest()[:32],
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
         "longest": int(index["length"].max()),
-        "num_prompt_tokens": int(index["prompt_length"].sum(dtype=np.int64)),
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_response_tokens": int(index["length"].sum(dtype=np.int64)) - num_prompt_tokens,
+        "lengths": histogram(index["prompt_length"], index["length"]),
     }
     for name, found in pairs.items():
         if getattr(manifest, name) != found:
             yield f"{shards.folder}/manifest.json: {name} is {getattr(manifest, name)}, the content has {found}"
-    if int(counts.sum()) != num_tokens or (counts != shards.token_counts()).any():
+    if manifest.longest > manifest.max_length:
+        yield f"{shards.folder}/manifest.json: longest {manifest.longest} is over max_length {manifest.max_length}"
+    for source in manifest.sources:
+        if source["read"] - sum(source["dropped"].values()) + source["repeats"] != source["kept"]:
+            yield f"{shards.folder}/manifest.json: the counts of source {source['name']} do not add up"
+    if missing := {INDEX, KEYS, TOKEN_COUNTS} - {file["name"] for file in manifest.files}:
+        yield f"{shards.folder}/manifest.json: no checksum of {', '.join(sorted(missing))}"
+    if (_sum(counts, -shards.token_counts()) != 0).any():
         yield f"{shards.folder}/token_counts.npy: not the counts of the tokens in the shards"

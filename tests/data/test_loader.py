@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import os
 import pickle
+import shutil
+import signal
+import tracemalloc
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
@@ -14,16 +19,17 @@ import numpy as np
 import pytest
 import torch
 
-from lit_refusion.chat import PromptFormat
-from lit_refusion.data.loader import DataModule, LoaderConfig, ValidationBatches
+from lit_refusion.data import split
+from lit_refusion.data.loader import DataModule, LoaderConfig, TrainBatches, ValidationBatches
 from lit_refusion.data.plan import Visit
-from lit_refusion.data.prepare import PrepareConfig, prepare
-from lit_refusion.data.records import Source
 from lit_refusion.data.shards import Shards
+from lit_refusion.data.workers import plain_worker_errors
 from lit_refusion.errors import UserError
+from lit_refusion.examples import Example
 from lit_refusion.noise import Stream, noise
 from lit_refusion.views import IGNORE, MASK, Batch, View
 from objectives.refusion import ReFusion
+from tests.data.test_shards import ADDITIONS, OTHERS, flip_byte, prepare_folder, sparse_folder
 
 OBJECTIVE = ReFusion(slot_sizes=(4, 8), masking="bernoulli", mdm_weight=1.0, eps=1e-3, complementary=False)
 GLOBAL_BATCH = 8
@@ -32,21 +38,22 @@ NAMES = [item.name for item in fields(View)]
 LAYOUTS = ["padded", "packed"]
 
 
-@pytest.fixture
-def shards(records: Path, tokenizer_folder: Path, tmp_path: Path) -> Shards:
+@pytest.fixture(scope="module")
+def folder(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The 60 additions."""
-    source = Source(name="sums", files=(str(records),), query="query", response="response", messages="messages")
-    config = PrepareConfig(
-        folder=str(tmp_path / "data"),
-        tokenizer=str(tokenizer_folder),
-        sources=(source,),
-        prompt_format=PromptFormat(style="chat", template_kwargs={}),
-        max_length=200,
-        examples_per_shard=16,
-        on_error="raise",
-    )
-    prepare(config)
-    return Shards(config.folder)
+    return prepare_folder(tmp_path_factory.mktemp("loader") / "data", tokenizer_folder, sums=ADDITIONS)
+
+
+@pytest.fixture
+def shards(folder: Path) -> Shards:
+    return Shards(folder)
+
+
+@pytest.fixture(scope="module")
+def two_sources(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 60 additions and 29 others."""
+    path = tmp_path_factory.mktemp("two_sources") / "data"
+    return prepare_folder(path, tokenizer_folder, sums=ADDITIONS, others=OTHERS)
 
 
 def loader_config(**changes: Any) -> LoaderConfig:
@@ -59,6 +66,7 @@ def loader_config(**changes: Any) -> LoaderConfig:
         "validation_fraction": 0.3,
         "max_training_examples": None,
         "max_validation_examples": None,
+        "mixture": {},
         "mask_rates": "independent",
     }
     return LoaderConfig(**{**values, **changes})
@@ -78,6 +86,12 @@ def data_module(
     )
     data.trainer = SimpleNamespace(world_size=world_size, global_rank=rank, global_step=step, max_steps=steps)
     return data
+
+
+def training_indices(data: DataModule) -> list[int]:
+    """The examples of the first epoch."""
+    visits = [visit for step in range(data.plan.num_steps(1)) for visit in data.plan.step(step)]
+    return sorted(visit.index for visit in visits[: data.plan.epoch_size])
 
 
 def train(shards: Shards, **settings: Any) -> list[Batch]:
@@ -119,15 +133,41 @@ def expected(data: DataModule, visits: list[Visit], stream: Stream) -> Counter:
     return found
 
 
+class Recorder(ReFusion):
+    """Notes which examples were asked for, and the first draw of each, which tells its noise."""
+
+    def views(self, example: Example, rng: np.random.Generator) -> list[View]:
+        self.seen.append((example.index, rng.random()))
+        return OBJECTIVE.views(example, rng)
+
+
+def recorded(shards: Shards, **settings: Any) -> list[tuple[int, float]]:
+    """(example, first draw) of one rank's examples, in order."""
+    data = data_module(shards, **settings)
+    data.objective = Recorder(**dataclasses.asdict(OBJECTIVE))
+    object.__setattr__(data.objective, "seen", [])
+    list(data.train_dataloader())
+    return data.objective.seen
+
+
+def planned(data: DataModule, visits: list[Visit]) -> list[tuple[int, float]]:
+    """What `recorded` should note of these visits."""
+    return [
+        (v.index, noise(data.seed, index=v.index, epoch=v.epoch, stream=Stream.TRAIN_NOISE).random()) for v in visits
+    ]
+
+
 # Training
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 4), (2, 2), (4, 1)])
 def test_a_step_has_the_same_views_however_it_is_dealt(
-    world_size: int, accumulation: int, layout: str, shards: Shards
+    world_size: int, accumulation: int, num_workers: int, layout: str, shards: Shards
 ) -> None:
-    ranks = [train(shards, rank=rank, world_size=world_size, layout=layout, steps=7) for rank in range(world_size)]
+    settings = {"world_size": world_size, "layout": layout, "steps": 7, "num_workers": num_workers}
+    ranks = [train(shards, rank=rank, **settings) for rank in range(world_size)]
     data = data_module(shards)
     assert data.num_micro_batches(world_size) == accumulation
     assert [len(batches) for batches in ranks] == [7 * accumulation] * world_size
@@ -139,6 +179,45 @@ def test_a_step_has_the_same_views_however_it_is_dealt(
         tokens = sum(len(shards[visit.index].response_ids) for visit in visits)
         assert {(batch.num_examples, batch.num_response_tokens) for batch in dealt} == {(GLOBAL_BATCH, tokens)}
     assert data.plan.step(6)[-1].epoch > 0
+
+
+def test_ranks_that_run_at_the_same_time_get_padded_rows_of_like_length(shards: Shards) -> None:
+    ranks = [recorded(shards, rank=rank, world_size=2, steps=5) for rank in range(2)]
+    plan = data_module(shards).plan
+    for step in range(5):
+        lengths = shards.lengths(np.array([visit.index for visit in plan.step(step)]))
+        falling = sorted(lengths.tolist(), reverse=True)
+        for turn in range(2):
+            first = 2 * (2 * step + turn)  # two examples in a micro-batch, two micro-batches a rank and step
+            at_once = [index for seen in ranks for index, _ in seen[first : first + 2]]
+            assert sorted(shards.lengths(np.array(at_once)).tolist(), reverse=True) == falling[4 * turn : 4 * turn + 4]
+
+
+def test_packed_micro_batches_hold_about_as_many_tokens(shards: Shards) -> None:
+    ranks = [recorded(shards, rank=rank, world_size=4, steps=5, layout="packed") for rank in range(4)]
+    for step in range(5):
+        dealt = [[index for index, _ in seen[2 * step : 2 * step + 2]] for seen in ranks]
+        tokens = [int(shards.lengths(np.array(indices)).sum()) for indices in dealt]
+        longest = int(shards.lengths(np.concatenate(dealt)).max())
+        shortest = int(shards.lengths(np.concatenate(dealt)).min())
+        assert max(tokens) - min(tokens) <= longest - shortest
+
+
+def test_a_step_is_dealt_once(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dealing looks up every example of the step; each of its many micro-batches must not do so again."""
+    data = data_module(shards, steps=5, micro_batch_size=1)
+    steps: list[int] = []
+    step = data.plan.step
+    monkeypatch.setattr(data.plan, "step", lambda number: steps.append(number) or step(number))
+    assert len(list(data.train_dataloader())) == 5 * GLOBAL_BATCH
+    assert steps == [0, 1, 2, 3, 4]
+
+
+def test_micro_batches_can_be_asked_for_in_any_order(shards: Shards) -> None:
+    dataset = data_module(shards).train_dataloader().dataset
+    in_order = [dataset[number] for number in range(12)]
+    for number in np.random.default_rng(0).permutation(12):
+        assert same(dataset[int(number)], in_order[number])
 
 
 def test_micro_batch_size_changes_the_cut_and_not_the_views(shards: Shards) -> None:
@@ -179,18 +258,56 @@ def test_noise_of_an_example_is_new_in_every_epoch(shards: Shards) -> None:
     assert len(once) == 80  # about two epochs, and no view twice
 
 
+@pytest.mark.parametrize("step", range(9))
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 2)])
-def test_resumed_loader_gives_the_tail_of_an_uninterrupted_one(rank: int, world_size: int, shards: Shards) -> None:
+def test_resumed_loader_gives_the_tail_of_an_uninterrupted_one(
+    rank: int, world_size: int, step: int, shards: Shards
+) -> None:
     whole = train(shards, rank=rank, world_size=world_size, steps=8)
-    tail = train(shards, rank=rank, world_size=world_size, step=5, steps=8)
-    assert len(tail) == 3 * len(whole) // 8
-    assert all(same(a, b) for a, b in zip(tail, whole[-len(tail) :], strict=True))
+    tail = train(shards, rank=rank, world_size=world_size, step=step, steps=8)
+    assert len(tail) == (8 - step) * len(whole) // 8
+    assert all(same(a, b) for a, b in zip(tail, whole[len(whole) - len(tail) :], strict=True))
 
 
 def test_resuming_on_more_ranks_gives_the_remaining_views(shards: Shards) -> None:
     whole = train(shards, steps=6)
     resumed = [batch for rank in range(4) for batch in train(shards, rank=rank, world_size=4, step=4, steps=6)]
     assert documents(resumed) == documents(whole[4 * 4 :])
+
+
+ELASTIC = {
+    "1 to 2 to 4 ranks": [(1, 0, 3), (2, 3, 8), (4, 8, 15)],
+    "4 to 2 to 1 ranks": [(4, 0, 1), (2, 1, 2), (1, 2, 15)],
+    "8 ranks from the middle of an epoch": [(1, 0, 2), (8, 2, 15)],
+    "2 ranks stopped at every step": [(2, step, step + 1) for step in range(15)],
+}
+"""(ranks, first step, last step + 1) of each stretch of a run."""
+
+
+@pytest.mark.parametrize("name", ELASTIC)
+@pytest.mark.parametrize("mixture", [{}, {"sums": 0.5, "others": 1.3}])
+def test_a_run_on_changing_numbers_of_ranks_sees_the_planned_sequence(
+    name: str, mixture: dict[str, float], two_sources: Path
+) -> None:
+    shards = Shards(two_sources)
+    settings = {"mixture": mixture, "micro_batch_size": 1}
+    data = data_module(shards, **settings)
+    seen: list[tuple[int, float]] = []
+    for world_size, first, last in ELASTIC[name]:
+        run = {"world_size": world_size, "step": first, "steps": last, **settings}
+        ranks = [recorded(shards, rank=rank, **run) for rank in range(world_size)]
+        share = GLOBAL_BATCH // world_size
+        assert [len(found) for found in ranks] == [(last - first) * share] * world_size
+        for number in range(first, last):
+            start = (number - first) * share
+            together = [visit for found in ranks for visit in found[start : start + share]]
+            assert sorted(together) == sorted(planned(data, data.plan.step(number)))
+            seen += together
+    assert len(set(seen)) == 15 * GLOBAL_BATCH  # no example twice with the same noise
+    if not mixture:  # 15 x 8 visits end in the second epoch; the first has each example once
+        first_epoch = [v for number in range(15) for v in data.plan.step(number) if v.epoch == 0]
+        assert sorted(v.index for v in first_epoch) == training_indices(data)
+        assert set(planned(data, first_epoch)) < set(seen)
 
 
 def test_length_of_the_loader_is_that_of_the_whole_run(shards: Shards) -> None:
@@ -233,7 +350,7 @@ def test_validation_noise_is_the_same_on_each_pass_and_at_each_step(shards: Shar
 
 def test_validation_and_training_share_no_example_and_no_noise(shards: Shards) -> None:
     data = data_module(shards)
-    assert sorted([*data.plan.indices, *data.validation_indices]) == list(range(60))
+    assert sorted([*training_indices(data), *data.validation_indices]) == list(range(60))
     visits = [Visit(int(index), 0) for index in data.validation_indices]
     assert not expected(data, visits, Stream.TRAIN_NOISE) & documents(validation(shards))
 
@@ -256,23 +373,25 @@ def test_batches_without_supervision_have_no_terms(shards: Shards) -> None:
     assert (empty.term == -1).all()
 
 
-def test_subsets_are_the_smallest_hashes_of_their_side(shards: Shards) -> None:
-    def smallest(indices: np.ndarray, count: int) -> list[int]:
-        return sorted(sorted(indices.tolist(), key=lambda index: int(shards.index["key"][index]))[:count])
+def test_subsets_are_the_smallest_hashes_of_their_side(two_sources: Path) -> None:
+    shards = Shards(two_sources)
+
+    def smallest(indices: list[int], count: int) -> list[int]:
+        return sorted(sorted(indices, key=lambda index: int(shards.keys[index]))[:count])
 
     whole = data_module(shards)
     part = data_module(shards, max_training_examples=9, max_validation_examples=5)
-    assert part.plan.indices.tolist() == smallest(whole.plan.indices, 9)
-    assert part.validation_indices.tolist() == smallest(whole.validation_indices, 5)
+    assert training_indices(part) == smallest(training_indices(whole), 9)
+    assert part.validation_indices.tolist() == smallest(whole.validation_indices.tolist(), 5)
     more = data_module(shards, max_training_examples=10**6, max_validation_examples=10**6)
-    assert more.plan.indices.tolist() == whole.plan.indices.tolist()
+    assert training_indices(more) == training_indices(whole)
     assert more.validation_indices.tolist() == whole.validation_indices.tolist()
 
 
 def test_no_validation_where_the_fraction_is_zero(shards: Shards) -> None:
     data = data_module(shards, validation_fraction=0.0)
     assert data.val_dataloader() == []
-    assert data.plan.indices.tolist() == list(range(60))
+    assert training_indices(data) == list(range(60))
 
 
 def test_validation_batches_by_rank(shards: Shards) -> None:
@@ -298,12 +417,22 @@ def test_validation_batches_by_rank(shards: Shards) -> None:
         ({"validation_fraction": 1.0}, r"loader\.validation_fraction=1\.0: must lie in \[0, 1\)"),
         ({"validation_fraction": -0.1}, r"loader\.validation_fraction=-0\.1: must lie in \[0, 1\)"),
         ({"max_training_examples": 0}, r"loader\.max_training_examples=0: must be at least 1, or null"),
+        (
+            {"mixture": {"sums": 1.0, "others": -0.5}},
+            r"loader\.mixture\.others=-0\.5: must be a number, and not negative",
+        ),
         ({"max_validation_examples": -1}, r"loader\.max_validation_examples=-1: must be at least 1, or null"),
     ],
 )
 def test_bad_settings_name_the_field(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         loader_config(**changes)
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_name_the_field(weight: float, shards: Shards) -> None:
+    with pytest.raises(UserError, match=r"loader\.mixture\.sums="):
+        data_module(shards, mixture={"sums": weight})
 
 
 def test_uneven_global_batch_is_refused(shards: Shards) -> None:
@@ -316,29 +445,120 @@ def test_everything_held_out_is_refused(shards: Shards) -> None:
         data_module(shards, validation_fraction=0.999999)
 
 
+# Mixtures
+
+
+def test_mixture_of_an_unknown_source_names_those_there_are(two_sources: Path) -> None:
+    message = r"loader\.mixture\.sum: no such source in the data; it has sums, others"
+    with pytest.raises(UserError, match=message):
+        data_module(Shards(two_sources), mixture={"sum": 2.0})
+
+
+@pytest.mark.parametrize(
+    "mixture", [{}, {"others": 0.5}, {"others": 0.0}, {"sums": 0.25, "others": 2.0}, {"sums": 1.3}]
+)
+def test_mixture_gives_exact_counts_of_training_examples(mixture: dict[str, float], two_sources: Path) -> None:
+    shards = Shards(two_sources)
+    data = data_module(shards, mixture=mixture)
+    sizes = [split.num_examples([item]) for item in split.split(shards, 0.3)[0]]
+    found = [shards[index].source for index in training_indices(data)]
+    for name, size in zip(("sums", "others"), sizes):
+        assert found.count(name) == round(mixture.get(name, 1.0) * size)
+
+
+def test_mixture_leaves_validation_alone(two_sources: Path) -> None:
+    shards = Shards(two_sources)
+    plain, mixed = (validation(shards, mixture=mixture) for mixture in ({}, {"sums": 0.0, "others": 2.0}))
+    assert all(same(a, b) for a, b in zip(plain, mixed, strict=True))
+
+
+def test_an_example_seen_twice_in_an_epoch_gets_two_noises(shards: Shards) -> None:
+    data = data_module(shards, mixture={"sums": 2.0})
+    steps = data.plan.epoch_size // GLOBAL_BATCH
+    once = documents(train(shards, mixture={"sums": 2.0}, steps=steps))
+    assert len(once) == sum(once.values()) == steps * GLOBAL_BATCH > len(set(training_indices(data)))
+
+
+# Large data
+
+
+def test_a_run_over_ten_million_examples_starts_without_reading_them(tmp_path: Path) -> None:
+    shards = Shards(sparse_folder(tmp_path / "data", num_examples=10**7, num_shards=4))
+    tracemalloc.start()
+    data = data_module(shards, validation_fraction=0.0, max_training_examples=9 * 10**6, step=10**6, steps=2 * 10**6)
+    dataset = data.train_dataloader().dataset
+    assert isinstance(dataset, TrainBatches)
+    hands, _ = dataset._deal(10**6)
+    content = pickle.dumps(dataset)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert max(visit.index for hand in hands for visit in hand) < 9 * 10**6
+    assert peak < 2**20
+    assert len(content) < 10_000
+
+
+# Errors of the loader's processes
+
+
+def damaged(folder: Path, target: Path) -> tuple[Shards, str]:
+    """A copy with a flipped byte in an example of the first step, and the name of its shard."""
+    shutil.copytree(folder, target)
+    number = data_module(Shards(target)).plan.step(0)[3].index
+    flip_byte(number, 5)(target)
+    return Shards(target), f"{target}/shard-{number // 16:05d}.tar: example {number} is damaged"
+
+
+def error_of(shards: Shards, **settings: Any) -> str:
+    with pytest.raises(UserError) as caught, plain_worker_errors():
+        train(shards, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_damaged_shard_is_named_in_one_line(
+    num_workers: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, message = damaged(folder, tmp_path / "data")
+    # After an error in a worker, torch waits this long (5 s) for each worker when the loader is collected.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    found = error_of(shards, num_workers=num_workers)
+    gc.collect()
+    assert found.startswith(message)
+    assert "\n" not in found
+    assert "Traceback" not in found
+
+
+def test_a_killed_worker_is_a_user_error_with_a_remedy(shards: Shards) -> None:
+    data = data_module(shards, num_workers=1)
+    data.objective = KilledObjective(**dataclasses.asdict(OBJECTIVE))
+    message = r"^DataLoader worker \(pid.* lower loader\.num_workers; go on with resume=auto$"
+    with pytest.raises(UserError, match=message), plain_worker_errors():
+        list(data.train_dataloader())
+
+
+class KilledObjective(ReFusion):
+    """Does to its process what the kernel does where the memory runs out."""
+
+    def views(self, example: Example, rng: np.random.Generator) -> list[View]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
+
+@pytest.mark.parametrize("error", [UserError("loader.layout=x: no"), RuntimeError("CUDA error"), KeyError("x")])
+def test_other_errors_pass_unchanged(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, plain_worker_errors():
+        raise error
+    assert caught.value is error
+
+
 # Mask rates
 
 
-def first_uniforms(
-    shards: Shards, mask_rates: str, *, world_size: int = 1, micro_batch_size: int = 1
-) -> dict[int, float]:
+def first_uniforms(shards: Shards, mask_rates: str, *, world_size: int = 1, **changes: Any) -> dict[int, float]:
     """The first draw that every example of step 1 gets, by example index."""
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Recorder(ReFusion):
-        def views(self, example: Any, rng: np.random.Generator) -> list[Any]:
-            seen[example.index] = rng.random()
-            return OBJECTIVE.views(example, rng)
-
-    seen: dict[int, float] = {}
-    for rank in range(world_size):
-        data = data_module(
-            shards, rank=rank, world_size=world_size, step=1, steps=2, mask_rates=mask_rates,
-            micro_batch_size=micro_batch_size,
-        )  # fmt: skip
-        data.objective = Recorder(**dataclasses.asdict(OBJECTIVE))
-        list(data.train_dataloader())
-    return seen
+    settings = {"world_size": world_size, "step": 1, "steps": 2, "mask_rates": mask_rates, "micro_batch_size": 1}
+    ranks = [recorded(shards, rank=rank, **{**settings, **changes}) for rank in range(world_size)]
+    return {index: drawn for found in ranks for index, drawn in found}
 
 
 def test_stratified_rates_fall_one_into_each_slice(shards: Shards) -> None:
