@@ -182,6 +182,12 @@ class Backbone(nn.Module):
         """Longest row the model was made for, in tokens; None where its config does not say."""
         return getattr(self.model.config, "max_position_embeddings", None)
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order: the blocks that Hugging Face says must not be split."""
+        names = self.model._no_split_modules or []
+        return [module for module in self.model.modules() if type(module).__name__ in names]
+
     def saved_spec(self, *, origin: str) -> DiffusionSpec | None:
         """The DiffusionSpec that an exported model carries in its config, if any."""
         data = getattr(self.model.config, "diffusion_spec", None)

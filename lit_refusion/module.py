@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.errors import UserError
@@ -17,6 +18,7 @@ from lit_refusion.objective import Loss, Objective
 from lit_refusion.optimizer import OptimizerConfig
 from lit_refusion.resume import describe, differences, model_differences
 from lit_refusion.run_folder import RECORD_KEY
+from lit_refusion.strategies.fsdp2 import FullyShard
 from lit_refusion.views import Batch
 
 
@@ -54,10 +56,17 @@ class TrainingModule(L.LightningModule):
         self.force_resume = force_resume
         # Outside the module tree: strategies that cast or shard modules must not touch the sums.
         self._meters = {stage: LossMeter(objective.terms) for stage in ("train", "val")}
+        self._is_sharded = False
         self._logged_step = 0
         self._logged_time = self._validation_start = 0.0
         self._gradient_norm: Tensor | float | None = None
         self._learning_rate = 0.0
+
+    def configure_model(self) -> None:
+        """Share the backbone out, where the strategy does that."""
+        if isinstance(self.trainer.strategy, FullyShard) and not self._is_sharded:
+            self.trainer.strategy.shard(self.backbone)
+            self._is_sharded = True
 
     def on_fit_start(self) -> None:
         """Move the sums to the device."""
@@ -143,7 +152,8 @@ class TrainingModule(L.LightningModule):
         gradients = [p for p in self.parameters() if p.grad is not None]
         if gradients:
             limit = float("inf") if gradient_clip_val is None else gradient_clip_val
-            self._gradient_norm = torch.nn.utils.clip_grad_norm_(gradients, limit)
+            norm = torch.nn.utils.clip_grad_norm_(gradients, limit)
+            self._gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def configure_optimizers(self) -> Any:
         """AdamW with a per-step schedule over the explicit `max_steps`."""

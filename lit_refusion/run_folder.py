@@ -21,6 +21,10 @@ RECORD_KEY = "lit_refusion"
 """Key of our record in a checkpoint: resolved config, DiffusionSpec, fingerprints, model config, prompt format."""
 
 
+RECORD_FILE = "lit_refusion.json"
+"""The same record as a file, in checkpoints that are folders."""
+
+
 def checkpoint_path(run: Path, name: str) -> Path:
     """Where a run's `last` or `best` checkpoint is; a folder where a sharded strategy wrote it."""
     return run / "checkpoints" / f"{name}.ckpt"

@@ -22,6 +22,7 @@ from lit_refusion.module import TrainingModule
 from lit_refusion.objective import Objective
 from lit_refusion.optimizer import OptimizerConfig
 from lit_refusion.run_folder import TOKENIZER, resume_point
+from lit_refusion.strategy import StrategyConfig
 from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
 from lit_refusion.trainer import TrainerConfig, make_trainer
 
@@ -42,6 +43,7 @@ class TrainConfig:
         loader: how examples become batches.
         optimizer: AdamW.
         trainer: how long, on what.
+        strategy: how the model lies on the devices.
     """
 
     run: str
@@ -54,6 +56,7 @@ class TrainConfig:
     loader: LoaderConfig
     optimizer: OptimizerConfig
     trainer: TrainerConfig
+    strategy: StrategyConfig
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,15 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
     )
     run.mkdir(parents=True, exist_ok=True)
     stop = StopGracefully()
-    trainer = make_trainer(config.trainer, data, run=run, max_steps=max_steps, stop=stop)
+    trainer = make_trainer(
+        config.trainer,
+        config.strategy,
+        data,
+        run=run,
+        max_steps=max_steps,
+        resume_from=resume_from,
+        stop=stop,
+    )
     if trainer.is_global_zero:
         (run / "config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
         tokenizer.save_pretrained(run / TOKENIZER)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib.util
+import io
 import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +19,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 
 from lit_refusion.errors import UserError
+from lit_refusion.run_folder import RECORD_KEY
 from lit_refusion.sharded_checkpoint import replacing
 from lit_refusion.strategy import Layout, StrategyConfig, check_timeout
 
@@ -135,8 +141,63 @@ class ZeRO(DeepSpeedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Every rank writes its share beside the target; rank 0 renames the folder when all are done."""
-        with replacing(Path(self.broadcast(filepath)), self) as folder:
+        with replacing(Path(self.broadcast(filepath)), self, record=checkpoint[RECORD_KEY]) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """As Lightning's; a checkpoint of another number of ranks goes through DeepSpeed's universal format."""
+        path = Path(self.broadcast(checkpoint_path))
+        num_ranks = len(list((path / TAG).glob("*_optim_states.pt")))
+        if num_ranks == self.world_size:
+            return super().load_checkpoint(path, weights_only)
+        universal = path.with_name(f".{path.name}.universal")
+        if self.is_global_zero:
+            print(f"{path}: of {num_ranks} ranks, this run has {self.world_size}; resharding it", flush=True)
+            _convert_to_universal(path / TAG, universal / TAG)
+        self.barrier()
+        with self._loading_universal():
+            state = super().load_checkpoint(universal, weights_only)
+        self.barrier()
+        if self.is_global_zero:
+            shutil.rmtree(universal)
+        return state
+
+    @contextlib.contextmanager
+    def _loading_universal(self) -> Iterator[None]:
+        """Load DeepSpeed's universal format, and mend what it gets wrong at stage 3 (seen with 0.19.8).
+
+        It gives all parameter groups the settings of the first, weight decay included, and one step counter, which
+        every group would then count up.
+        """
+        engine: Any = self.deepspeed_engine
+        optimizer = engine.optimizer.optimizer
+        decays = [group["weight_decay"] for group in optimizer.param_groups]
+        engine._config.load_universal_checkpoint = True
+        try:
+            yield
+        finally:
+            engine._config.load_universal_checkpoint = False
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+        for state in optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _convert_to_universal(source: Path, target: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    shutil.rmtree(target, ignore_errors=True)
+    arguments = argparse.Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        ds_to_universal.main(arguments)
 
 
 def whole_state_dict(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lit_refusion.backbone import Backbone
+from lit_refusion.run_folder import RECORD_KEY
 from lit_refusion.sharded_checkpoint import replacing
 from lit_refusion.strategy import Layout, StrategyConfig, check_timeout
 
@@ -78,5 +79,5 @@ class FullyShard(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Every rank writes its share beside the target; rank 0 renames the folder when all are done."""
-        with replacing(Path(self.broadcast(filepath)), self) as folder:
+        with replacing(Path(self.broadcast(filepath)), self, record=checkpoint[RECORD_KEY]) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
