@@ -18,7 +18,6 @@ from lit_refusion.objective import Loss, Objective
 from lit_refusion.optimizer import OptimizerConfig
 from lit_refusion.resume import describe, differences, model_differences
 from lit_refusion.run_folder import RECORD_KEY
-from lit_refusion.strategies.fsdp2 import FullyShard
 from lit_refusion.views import Batch
 
 
@@ -64,8 +63,9 @@ class TrainingModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Share the backbone out, where the strategy does that."""
-        if isinstance(self.trainer.strategy, FullyShard) and not self._is_sharded:
-            self.trainer.strategy.shard(self.backbone)
+        shard = getattr(self.trainer.strategy, "shard", None)
+        if shard is not None and not self._is_sharded:
+            shard(self.backbone)
             self._is_sharded = True
 
     def on_fit_start(self) -> None:

@@ -129,13 +129,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """A checkpoint as plain data (tensors and containers only: nothing in it is run).
 
     Raises:
-        UserError: missing, damaged, sharded, or not from this project.
+        UserError: missing, damaged, or not from this project.
     """
-    if path.is_dir():
-        raise UserError(
-            f"{path}: a sharded checkpoint; make one file of it with "
-            "lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict"
-        )
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint; is run=... the folder of a training run?")
     try:

@@ -53,6 +53,11 @@ class StrategyConfig(ABC):
         """Whether every rank writes its share of a checkpoint, into a folder."""
         return False
 
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether no device holds the whole model: a trained one is then loaded in shares."""
+        return False
+
     def lightning_precision(self, precision: str) -> Any:
         """The precision that Lightning is told; a strategy that casts by itself asks for none."""
         return precision

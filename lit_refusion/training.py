@@ -152,7 +152,7 @@ def _load_fitting(config: TrainConfig, shards: Shards) -> tuple[PreTrainedTokeni
         trust_remote_code=config.backbone.trust_remote_code,
     )
     _check_tokenizer(tokenizer_fingerprint(tokenizer), shards, tokenizer_path)
-    backbone = config.backbone.load(tokenizer)
+    backbone = config.backbone.load(tokenizer, in_shares=config.strategy.shards_parameters)
     if config.objective.needs_mask_token:
         check_mask_not_in_data(backbone.mask_token_id, shards.token_counts(), origin=config.data)
     _check_window(shards, backbone.max_length, config.loader)

@@ -18,13 +18,12 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 
+from lit_refusion.backbone import Backbone
 from lit_refusion.errors import UserError
 from lit_refusion.run_folder import RECORD_KEY
-from lit_refusion.sharded_checkpoint import replacing
+from lit_refusion.sharded_checkpoint import ZERO_TAG, replacing
+from lit_refusion.sharded_loading import is_skeleton, materialise_own, stream_weights
 from lit_refusion.strategy import Layout, StrategyConfig, check_timeout
-
-TAG = "checkpoint"
-"""Name of the folder inside a DeepSpeed checkpoint, as Lightning writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +64,11 @@ class DeepSpeed(StrategyConfig):
     def shards_checkpoints(self) -> bool:
         """Yes, at every stage."""
         return True
+
+    @property
+    def shards_parameters(self) -> bool:
+        """At stage 3."""
+        return self.stage == 3
 
     def make(self, layout: Layout) -> Strategy | str:
         """Lightning's strategy with this ZeRO config."""
@@ -139,6 +143,28 @@ class ZeRO(DeepSpeedStrategy):
         )
         return engine, sharded_optimizer
 
+    def shard(self, backbone: Backbone) -> None:
+        """Share out a model without storage, module by module, and read its weights; others DeepSpeed shares out."""
+        if not is_skeleton(backbone):
+            return
+        import deepspeed
+
+        self._init_config_if_needed()
+        shared: dict[int, torch.nn.Parameter] = {}
+        for module in backbone.modules():
+            if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+                leaf = torch.nn.Module()  # the module's own parameters, without those of its children
+                materialise_own(module, device=self.root_device, shared=shared)
+                leaf._parameters = module._parameters
+                deepspeed.zero.Init(module=leaf, config_dict_or_path=self.config)
+
+        def assign(parameter: torch.nn.Parameter, tensor: torch.Tensor | None) -> None:
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if tensor is not None:
+                    parameter.data.copy_(tensor)
+
+        stream_weights(backbone.model, backbone.weight_files, assign, is_reader=self.is_global_zero)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Every rank writes its share beside the target; rank 0 renames the folder when all are done."""
         with replacing(Path(self.broadcast(filepath)), self, record=checkpoint[RECORD_KEY]) as folder:
@@ -147,13 +173,13 @@ class ZeRO(DeepSpeedStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """As Lightning's; a checkpoint of another number of ranks goes through DeepSpeed's universal format."""
         path = Path(self.broadcast(checkpoint_path))
-        num_ranks = len(list((path / TAG).glob("*_optim_states.pt")))
+        num_ranks = len(list((path / ZERO_TAG).glob("*_optim_states.pt")))
         if num_ranks == self.world_size:
             return super().load_checkpoint(path, weights_only)
         universal = path.with_name(f".{path.name}.universal")
         if self.is_global_zero:
             print(f"{path}: of {num_ranks} ranks, this run has {self.world_size}; resharding it", flush=True)
-            _convert_to_universal(path / TAG, universal / TAG)
+            _convert_to_universal(path / ZERO_TAG, universal / ZERO_TAG)
         self.barrier()
         with self._loading_universal():
             state = super().load_checkpoint(universal, weights_only)
@@ -198,12 +224,3 @@ def _convert_to_universal(source: Path, target: Path) -> None:
     )
     with contextlib.redirect_stdout(io.StringIO()):
         ds_to_universal.main(arguments)
-
-
-def whole_state_dict(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The fp32 parameters of a ZeRO checkpoint, by their names in the LightningModule."""
-    try:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    except ImportError as error:
-        raise UserError(f"{checkpoint}: a DeepSpeed checkpoint; pip install 'lit-refusion[deepspeed]'") from error
-    return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=TAG)
