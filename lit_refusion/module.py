@@ -16,6 +16,7 @@ from lit_refusion.errors import UserError
 from lit_refusion.meter import LossMeter
 from lit_refusion.objective import Loss, Objective
 from lit_refusion.optimizer import OptimizerConfig
+from lit_refusion.ranks import check_ranks_agree
 from lit_refusion.resume import describe, differences, model_differences
 from lit_refusion.run_folder import RECORD_KEY
 from lit_refusion.views import Batch
@@ -69,7 +70,8 @@ class TrainingModule(L.LightningModule):
             self._is_sharded = True
 
     def on_fit_start(self) -> None:
-        """Move the sums to the device."""
+        """See that all ranks are about the same thing; move the sums to the device."""
+        check_ranks_agree(self.record)
         for meter in self._meters.values():
             meter.to(self.device)
 

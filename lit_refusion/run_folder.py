@@ -16,7 +16,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lit_refusion.errors import UserError, first_line
 
-LAST, PREVIOUS, BEST, TOKENIZER = "last", "previous", "best", "tokenizer"
+LAST, PREVIOUS, BEST, TOKENIZER, LOGS = "last", "previous", "best", "tokenizer", "logs"
 RECORD_KEY = "lit_refusion"
 """Key of our record in a checkpoint: resolved config, DiffusionSpec, fingerprints, model config, prompt format."""
 

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 
 from lit_refusion.errors import UserError
+from lit_refusion.memory import Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,10 @@ class StrategyConfig(ABC):
         Raises:
             UserError: the layout does not suit it.
         """
+
+    @abstractmethod
+    def placement(self, world_size: int) -> Placement:
+        """What is shared by how many processes, for the estimate of memory."""
 
     @property
     def shards_checkpoints(self) -> bool:

@@ -17,11 +17,13 @@ from lit_refusion.data.loader import DataModule, LoaderConfig, plain_worker_erro
 from lit_refusion.data.remote import CacheConfig
 from lit_refusion.data.shards import Shards
 from lit_refusion.errors import UserError
+from lit_refusion.launcher import Launcher
 from lit_refusion.mask_token import check_mask_not_in_data
 from lit_refusion.module import TrainingModule
 from lit_refusion.objective import Objective
 from lit_refusion.optimizer import OptimizerConfig
-from lit_refusion.run_folder import TOKENIZER, resume_point
+from lit_refusion.ranks import rank_log
+from lit_refusion.run_folder import LOGS, TOKENIZER, resume_point
 from lit_refusion.strategy import StrategyConfig
 from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
 from lit_refusion.trainer import TrainerConfig, make_trainer
@@ -44,6 +46,8 @@ class TrainConfig:
         optimizer: AdamW.
         trainer: how long, on what.
         strategy: how the model lies on the devices.
+        launcher: where the processes are started.
+        dry_run: only say what would be done.
     """
 
     run: str
@@ -57,6 +61,8 @@ class TrainConfig:
     optimizer: OptimizerConfig
     trainer: TrainerConfig
     strategy: StrategyConfig
+    launcher: Launcher
+    dry_run: bool
 
 
 @dataclass(frozen=True)
@@ -133,8 +139,9 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         warnings.filterwarnings("ignore", ".*resuming from a checkpoint that ended.*")
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         warnings.filterwarnings("ignore", ".*exists and is not empty.*")
+        warnings.filterwarnings("ignore", ".*sync_dist=True.*")  # what is logged is reduced already
         warnings.filterwarnings("ignore", ".*isinstance\\(treespec, LeafSpec\\).*")
-        with plain_worker_errors():
+        with plain_worker_errors(), rank_log(run / LOGS, trainer.global_rank):
             trainer.fit(module, data, ckpt_path=resume_from, weights_only=True)
     score = trainer.callback_metrics.get("val/loss")
     loss = None if score is None else float(score)

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.errors import UserError
+from lit_refusion.memory import Placement
 from lit_refusion.run_folder import RECORD_KEY
 from lit_refusion.sharded_checkpoint import ZERO_TAG, replacing
 from lit_refusion.sharded_loading import is_skeleton, materialise_own, stream_weights
@@ -69,6 +70,16 @@ class DeepSpeed(StrategyConfig):
     def shards_parameters(self) -> bool:
         """At stage 3."""
         return self.stage == 3
+
+    def placement(self, world_size: int) -> Placement:
+        """By stage."""
+        return Placement(
+            optimizer_shares=world_size,
+            gradient_shares=world_size if self.stage >= 2 else 1,
+            parameter_shares=world_size if self.stage == 3 else 1,
+            casts_weights=True,
+            offloads_optimizer=self.offload_optimizer,
+        )
 
     def make(self, layout: Layout) -> Strategy | str:
         """Lightning's strategy with this ZeRO config."""

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from lit_refusion.backbone import Backbone
+from lit_refusion.memory import Placement
 from lit_refusion.run_folder import RECORD_KEY
 from lit_refusion.sharded_checkpoint import replacing
 from lit_refusion.sharded_loading import materialise, stream_weights
@@ -49,6 +50,10 @@ class FSDP2(StrategyConfig):
     def lightning_precision(self, precision: str) -> Any:
         """None: `fully_shard` casts."""
         return "32-true"
+
+    def placement(self, world_size: int) -> Placement:
+        """Everything is shared."""
+        return Placement(optimizer_shares=world_size, gradient_shares=world_size, parameter_shares=world_size)
 
     def make(self, layout: Layout) -> Strategy | str:
         """Lightning's strategy for parallel models, with data parallelism only."""
