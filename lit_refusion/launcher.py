@@ -29,7 +29,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def job(self, arguments: Sequence[str], run: Path, world: World) -> str | None:
-        """The script that runs `lit-refusion train ARGUMENTS`, to submit; None to train in this process (and those that its own launcher started)."""
+        """The script to submit, which runs `lit-refusion train ARGUMENTS`; None to train in this process."""
 
     @abstractmethod
     def submit(self, script: str, run: Path) -> str:
