@@ -19,8 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_refusion.attention import Attention, block_mask, dense_mask, varlen_args
 from lit_refusion.errors import UserError
-from lit_refusion.mask_token import choose_mask_token
+from lit_refusion.mask_token import choose_mask_token, must_grow
 from lit_refusion.model_loading import load_pretrained, make_fresh
+from lit_refusion.sharded_loading import skeleton, weight_files
 from lit_refusion.spec import DiffusionSpec
 from lit_refusion.views import Batch
 
@@ -60,10 +61,22 @@ class BackboneConfig:
         if self.architecture is not None and "model_type" not in self.architecture:
             raise UserError("backbone.architecture: field 'model_type' is missing; for example model_type: qwen3")
 
-    def load(self, tokenizer: PreTrainedTokenizerBase) -> Backbone:
-        """Build the backbone this config describes."""
+    def load(self, tokenizer: PreTrainedTokenizerBase, *, in_shares: bool = False) -> Backbone:
+        """Build the backbone this config describes.
+
+        Args:
+            tokenizer: the data's.
+            in_shares: leave the weights of a trained model to the strategy, which shards it; where its embedding table
+                has to grow for [MASK], or its weights are not safetensors, it is loaded whole on every process first.
+        """
+        backbone = (self._skeleton(tokenizer) if in_shares else None) or self._whole(tokenizer)
+        if self.gradient_checkpointing:
+            backbone.enable_gradient_checkpointing()
+        return backbone
+
+    def _whole(self, tokenizer: PreTrainedTokenizerBase) -> Backbone:
         if self.path is not None:
-            backbone = Backbone.from_pretrained(
+            return Backbone.from_pretrained(
                 self.path,
                 tokenizer=tokenizer,
                 mask_token_id=self.mask_token_id,
@@ -71,17 +84,29 @@ class BackboneConfig:
                 gguf_file=self.gguf_file,
                 trust_remote_code=self.trust_remote_code,
             )
-        else:
-            assert self.architecture is not None
-            backbone = Backbone.from_architecture(
-                self.architecture,
-                tokenizer=tokenizer,
-                mask_token_id=self.mask_token_id,
-                attention=self.attention,
-                seed=self.init_seed,
-            )
-        if self.gradient_checkpointing:
-            backbone.enable_gradient_checkpointing()
+        assert self.architecture is not None
+        return Backbone.from_architecture(
+            self.architecture,
+            tokenizer=tokenizer,
+            mask_token_id=self.mask_token_id,
+            attention=self.attention,
+            seed=self.init_seed,
+        )
+
+    def _skeleton(self, tokenizer: PreTrainedTokenizerBase) -> Backbone | None:
+        """The trained model without its weights; None where it has to be loaded whole."""
+        if self.path is None or self.gguf_file or not (files := weight_files(self.path)):
+            return None
+        model = skeleton(self.path, attention=self.attention, trust_remote_code=self.trust_remote_code)
+        if must_grow(model, tokenizer, self.mask_token_id):
+            return None
+        backbone = Backbone(
+            model,
+            mask_token_id=choose_mask_token(model, tokenizer, self.mask_token_id),
+            eos_token_id=_eos_token_id(model, tokenizer),
+            attention=self.attention,
+        )
+        backbone.weight_files = files
         return backbone
 
 
@@ -95,6 +120,7 @@ class Backbone(nn.Module):
         self.model = model
         self.mask_token_id, self._eos_token_id = mask_token_id, eos_token_id
         self.attention_backend = attention
+        self.weight_files: list[Path] = []  # of a model whose weights the strategy still has to read
 
     @classmethod
     def from_pretrained(
@@ -181,6 +207,12 @@ class Backbone(nn.Module):
     def max_length(self) -> int | None:
         """Longest row the model was made for, in tokens; None where its config does not say."""
         return getattr(self.model.config, "max_position_embeddings", None)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order: the blocks that Hugging Face says must not be split."""
+        names = self.model._no_split_modules or []
+        return [module for module in self.model.modules() if type(module).__name__ in names]
 
     def saved_spec(self, *, origin: str) -> DiffusionSpec | None:
         """The DiffusionSpec that an exported model carries in its config, if any."""

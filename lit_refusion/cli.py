@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ COMMANDS = {
     "train": "train a backbone with an objective",
     "generate": "decode a prompt with an exported model",
     "export": "write a run's model as a Hugging Face folder",
+    "doctor": "check versions, devices, limits, communication and disk of this machine",
     "demo": "prepare, train, decode and compare on the embedded data",
 }
 
@@ -37,11 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         if arguments.debug:
             raise
-        print(f"lit-refusion {arguments.command}: error: {error}", file=sys.stderr)
+        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        print(f"lit-refusion {arguments.command}: error{rank}: {error}", file=sys.stderr)
+        _tell_torchrun(error)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _tell_torchrun(error: Exception) -> None:
+    """Leave the reason for torchrun's own report, which otherwise knows the exit code only."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
 
 
 def _quiet_libraries() -> None:

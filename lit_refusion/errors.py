@@ -8,6 +8,6 @@ class UserError(ValueError):
     """
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first non-empty line of an error's text, for quoting a library in one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -16,6 +16,7 @@ from lit_refusion.new_folder import new_folder
 from lit_refusion.objective import Objective
 from lit_refusion.run_folder import BEST, LAST, RECORD_KEY, TOKENIZER, checkpoint_path, load_checkpoint
 from lit_refusion.schema import build
+from lit_refusion.sharded_checkpoint import load_whole
 from lit_refusion.spec import DiffusionSpec
 from lit_refusion.tokenizer import load_tokenizer
 
@@ -46,7 +47,7 @@ def export(config: ExportConfig) -> Path:
     path = checkpoint_path(run, config.checkpoint)
     if config.checkpoint == BEST and not path.exists() and checkpoint_path(run, LAST).exists():
         raise UserError(f"checkpoint=best: {run} has not been validated yet; export checkpoint=last")
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_whole(path) if path.is_dir() else load_checkpoint(path)
     record = checkpoint[RECORD_KEY]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**record["model_config"]))
     state = checkpoint["state_dict"]

@@ -24,19 +24,31 @@ def choose_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     of 64 and the new rows start at the mean of the old ones.
     """
     rows = len(_tables(model)[0])
-    known = [requested, getattr(model.config, "mask_token_id", None)]
-    if tokenizer is not None:
-        known.append(tokenizer.mask_token_id)
-    for candidate in known:
-        if candidate is not None:
-            check_mask_token(candidate, num_rows=rows, reserved=_reserved(model, tokenizer))
-            return candidate
+    candidate = _known(model, tokenizer, requested)
+    if candidate is not None:
+        check_mask_token(candidate, num_rows=rows, reserved=_reserved(model, tokenizer))
+        return candidate
     if tokenizer is None:
         raise UserError("backbone.mask_token_id: the model has no tokenizer and no mask token; give its id")
     spare = num_token_ids(tokenizer)
     if spare >= rows:
         _grow(model, spare + 1)
     return spare
+
+
+def must_grow(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, requested: int | None) -> bool:
+    """Whether `choose_mask_token` would grow the table."""
+    return _known(model, tokenizer, requested) is None and num_token_ids(tokenizer) >= len(_tables(model)[0])
+
+
+def _known(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, requested: int | None) -> int | None:
+    """The id that somebody has chosen already."""
+    known = (
+        requested,
+        getattr(model.config, "mask_token_id", None),
+        None if tokenizer is None else tokenizer.mask_token_id,
+    )
+    return next((candidate for candidate in known if candidate is not None), None)
 
 
 def check_mask_token(mask_token_id: int, *, num_rows: int, reserved: Mapping[str, int]) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.errors import UserError
 from lit_refusion.meter import LossMeter
 from lit_refusion.objective import Loss, Objective
 from lit_refusion.optimizer import OptimizerConfig
+from lit_refusion.ranks import check_ranks_agree
 from lit_refusion.resume import describe, differences, model_differences, relocate
 from lit_refusion.run_folder import CHECKPOINTS, RECORD_KEY
 from lit_refusion.views import Batch
@@ -55,13 +57,22 @@ class TrainingModule(L.LightningModule):
         self.force_resume = force_resume
         # Outside the module tree: strategies that cast or shard modules must not touch the sums.
         self._meters = {stage: LossMeter(objective.terms) for stage in ("train", "val")}
+        self._is_sharded = False
         self._logged_step = 0
         self._logged_time = self._validation_start = 0.0
         self._gradient_norm: Tensor | float | None = None
         self._learning_rate = 0.0
 
+    def configure_model(self) -> None:
+        """Share the backbone out, where the strategy does that."""
+        shard = getattr(self.trainer.strategy, "shard", None)
+        if shard is not None and not self._is_sharded:
+            shard(self.backbone)
+            self._is_sharded = True
+
     def on_fit_start(self) -> None:
-        """Move the sums to the device."""
+        """See that all ranks are about the same thing; move the sums to the device."""
+        check_ranks_agree(self.record)
         for meter in self._meters.values():
             meter.to(self.device)
 
@@ -144,7 +155,8 @@ class TrainingModule(L.LightningModule):
         gradients = [p for p in self.parameters() if p.grad is not None]
         if gradients:
             limit = float("inf") if gradient_clip_val is None else gradient_clip_val
-            self._gradient_norm = torch.nn.utils.clip_grad_norm_(gradients, limit)
+            norm = torch.nn.utils.clip_grad_norm_(gradients, limit)
+            self._gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def configure_optimizers(self) -> Any:
         """AdamW with a per-step schedule over the explicit `max_steps`."""

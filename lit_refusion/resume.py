@@ -42,7 +42,7 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, t
     """
     pairs = {name: (saved[name], own[name]) for name in ("data_fingerprint", "tokenizer_fingerprint")}
     for key in FIXED_SETTINGS:
-        theirs, ours = _flat(key, _setting(saved["config"], key)), _flat(key, _setting(own["config"], key))
+        theirs, ours = flat(key, _setting(saved["config"], key)), flat(key, _setting(own["config"], key))
         pairs |= {name: (theirs.get(name), ours.get(name)) for name in {**theirs, **ours}}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -66,9 +66,9 @@ def relocate(states: Mapping[str, dict[str, Any]], folder: Path) -> None:
                     state[name] = {str(key).replace(old, str(folder), 1): item for key, item in value.items()}
 
 
-def describe(found: Mapping[str, tuple[Any, Any]]) -> str:
+def describe(found: Mapping[str, tuple[Any, Any]], theirs: str = "was", own: str = "is") -> str:
     """The differences in one line."""
-    return "; ".join(f"{name} was {theirs!r}, is {own!r}" for name, (theirs, own) in found.items())
+    return "; ".join(f"{name} {theirs} {values[0]!r}, {own} {values[1]!r}" for name, values in found.items())
 
 
 def _setting(config: Any, key: str) -> Any:
@@ -78,8 +78,8 @@ def _setting(config: Any, key: str) -> Any:
     return config
 
 
-def _flat(key: str, value: Any) -> dict[str, Any]:
-    """A group of settings as dotted keys."""
+def flat(key: str, value: Any) -> dict[str, Any]:
+    """A group of settings below `key` as dotted keys."""
     if not isinstance(value, Mapping):
         return {key: value}
-    return {name: item for part, inner in value.items() for name, item in _flat(f"{key}.{part}", inner).items()}
+    return {name: item for part, inner in value.items() for name, item in flat(f"{key}.{part}", inner).items()}

@@ -15,10 +15,14 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lit_refusion.errors import UserError, first_line
 
-LAST, PREVIOUS, BEST, TOKENIZER = "last", "previous", "best", "tokenizer"
+LAST, PREVIOUS, BEST, TOKENIZER, LOGS = "last", "previous", "best", "tokenizer", "logs"
 CHECKPOINTS = "checkpoints"
 RECORD_KEY = "lit_refusion"
 """Key of our record in a checkpoint: resolved config, DiffusionSpec, fingerprints, model config, prompt format."""
+
+
+RECORD_FILE = "lit_refusion.json"
+"""The same record as a file, in checkpoints that are folders."""
 
 
 def checkpoint_path(run: Path, name: str) -> Path:
@@ -134,13 +138,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """A checkpoint as plain data (tensors and containers only: nothing in it is run).
 
     Raises:
-        UserError: missing, damaged, sharded, or not from this project.
+        UserError: missing, damaged, or not from this project.
     """
-    if path.is_dir():
-        raise UserError(
-            f"{path}: a sharded checkpoint; make one file of it with "
-            "lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict"
-        )
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint; is run=... the folder of a training run?")
     try:

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lit_refusion.run_folder import LAST, PREVIOUS
+from lit_refusion.errors import UserError, first_line
+from lit_refusion.run_folder import LAST, PREVIOUS, RECORD_FILE, RECORD_KEY
+
+MODEL_STATE = "state_dict."
+"""What Lightning puts before the names of parameters in a distributed checkpoint."""
+ZERO_TAG = "checkpoint"
+"""The folder inside a DeepSpeed checkpoint, as Lightning names it."""
 
 
 @contextmanager
-def replacing(target: Path, strategy: Strategy) -> Iterator[Path]:
+def replacing(target: Path, strategy: Strategy, *, record: dict[str, Any]) -> Iterator[Path]:
     """A folder for all ranks to write into; it takes `target`'s name when every rank has left the block.
 
-    The last state but one stays as `previous`.
+    The last state but one stays as `previous`. The record is written as JSON as well, so that it can be read without
+    the engine that wrote the rest.
     """
     folder = target.with_name(f".{target.name}.partial")
     if strategy.is_global_zero:
@@ -26,6 +43,7 @@ def replacing(target: Path, strategy: Strategy) -> Iterator[Path]:
     yield folder
     strategy.barrier()
     if strategy.is_global_zero:
+        (folder / RECORD_FILE).write_text(json.dumps(record), encoding="utf-8")
         if target.exists():
             aside = target.with_stem(PREVIOUS) if target.stem == LAST else target.with_name(f".{target.name}.old")
             _remove(aside)
@@ -33,6 +51,48 @@ def replacing(target: Path, strategy: Strategy) -> Iterator[Path]:
         folder.rename(target)
         _remove(target.with_name(f".{target.name}.old"))
     strategy.barrier()
+
+
+def load_whole(folder: Path) -> dict[str, Any]:
+    """A sharded checkpoint as one: `state_dict` with whole fp32 parameters on the CPU, and our record.
+
+    Raises:
+        UserError: not such a checkpoint, or damaged.
+    """
+    try:
+        record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+        state = _from_dcp(folder) if (folder / ".metadata").is_file() else _from_zero(folder)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, CheckpointException) as error:
+        raise UserError(
+            f"{folder}: damaged or not a checkpoint ({first_line(error)}); choose the run's other"
+        ) from error
+    return {"state_dict": state, RECORD_KEY: record}
+
+
+def _from_dcp(folder: Path) -> dict[str, Tensor]:
+    """torch's distributed checkpoint, as FSDP2 writes it."""
+    reader = dcp.FileSystemReader(folder)
+    found = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(item.size, dtype=item.properties.dtype)
+        for name, item in found.items()
+        if name.startswith(MODEL_STATE) and isinstance(item, TensorStorageMetadata)
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(MODEL_STATE): tensor for name, tensor in state.items()}
+
+
+def _from_zero(folder: Path) -> dict[str, Tensor]:
+    """DeepSpeed's checkpoint, of any stage."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+    try:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    except ImportError as error:
+        raise UserError(f"{folder}: a DeepSpeed checkpoint; pip install 'lit-refusion[deepspeed]'") from error
+    with contextlib.redirect_stdout(io.StringIO()):
+        return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=ZERO_TAG)
 
 
 def _remove(path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 
 from lit_refusion.errors import UserError
+from lit_refusion.memory import Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,18 @@ class StrategyConfig(ABC):
             UserError: the layout does not suit it.
         """
 
+    @abstractmethod
+    def placement(self, world_size: int) -> Placement:
+        """What is shared by how many processes, for the estimate of memory."""
+
     @property
     def shards_checkpoints(self) -> bool:
         """Whether every rank writes its share of a checkpoint, into a folder."""
+        return False
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether no device holds the whole model: a trained one is then loaded in shares."""
         return False
 
     def lightning_precision(self, precision: str) -> Any:

@@ -6,13 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_refusion.callbacks.save_last import SaveLast
@@ -22,9 +21,12 @@ from lit_refusion.metrics_file import CsvMetrics
 from lit_refusion.module import TrainingModule
 from lit_refusion.progress import LineLogger, ProgressBar
 from lit_refusion.run_folder import BEST, LAST, AtomicCheckpointIO, checkpoint_path
+from lit_refusion.strategy import Layout, StrategyConfig
+from lit_refusion.world import find_world
 
 POSITIVE_SETTINGS = ("max_steps", "epochs", "global_batch_size", "gradient_clip", "validate_every", "log_every",
-                     "checkpoint_every", "num_nodes")  # fmt: skip
+                     "checkpoint_every")  # fmt: skip
+PRECISIONS = ("auto", "32-true", "bf16-mixed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +44,7 @@ class TrainerConfig:
         precision: "auto" is fp32 on CPU and bf16 on CUDA.
         accelerator: "auto", "cpu" or "gpu".
         devices: devices per node, or "auto".
-        num_nodes: machines.
-        strategy: a Lightning strategy, for example ddp or deepspeed_stage_2.
+        num_nodes: machines, or "auto".
         loggers: any of csv, tensorboard, wandb.
         progress: "auto" is a bar in a terminal and lines elsewhere.
     """
@@ -55,11 +56,10 @@ class TrainerConfig:
     validate_every: int
     log_every: int
     checkpoint_every: int
-    precision: Literal["auto", "32-true", "bf16-mixed"]
+    precision: str
     accelerator: Literal["auto", "cpu", "gpu"]
     devices: int | str
-    num_nodes: int
-    strategy: str
+    num_nodes: int | str
     loggers: tuple[Literal["csv", "tensorboard", "wandb"], ...]
     progress: Literal["auto", "rich", "lines", "none"]
 
@@ -68,12 +68,17 @@ class TrainerConfig:
             raise UserError(
                 f"trainer: give exactly one of trainer.max_steps={self.max_steps} and trainer.epochs={self.epochs}"
             )
-        if self.devices != "auto" and not (isinstance(self.devices, int) and self.devices > 0):
-            raise UserError(f"trainer.devices={self.devices}: give a number of devices, at least 1, or auto")
-        if self.strategy.startswith("fsdp"):
+        for name in ("devices", "num_nodes"):
+            value = getattr(self, name)
+            if value != "auto" and not (isinstance(value, int) and value > 0):
+                raise UserError(f"trainer.{name}={value}: give a number, at least 1, or auto")
+        if self.precision.startswith("16"):
             raise UserError(
-                f"trainer.strategy={self.strategy}: not supported (gradient clipping); use ddp or deepspeed"
+                f"trainer.precision={self.precision}: fp16 overflows (under ZeRO-3 parameters are NaN after one "
+                "step, Lightning issue 20534); use bf16-mixed or 32-true"
             )
+        if self.precision not in PRECISIONS:
+            raise UserError(f"trainer.precision={self.precision}: unknown choice; it takes {', '.join(PRECISIONS)}")
         for name in POSITIVE_SETTINGS:
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -81,7 +86,14 @@ class TrainerConfig:
 
 
 def make_trainer(
-    config: TrainerConfig, data: DataModule, *, run: Path, max_steps: int, callbacks: Sequence[Callback]
+    config: TrainerConfig,
+    strategy: StrategyConfig,
+    data: DataModule,
+    *,
+    run: Path,
+    max_steps: int,
+    resume_from: Path | None,
+    callbacks: Sequence[Callback],
 ) -> L.Trainer:
     """The Trainer of one run, with accumulation derived from the global batch.
 
@@ -92,9 +104,15 @@ def make_trainer(
     if config.accelerator == "gpu" and not on_cuda:
         raise UserError("trainer.accelerator=gpu: no CUDA device here; use auto or cpu")
     precision = ("bf16-mixed" if on_cuda else "32-true") if config.precision == "auto" else config.precision
-    devices: Any = config.devices
-    world_size = config.num_nodes * _devices_per_node(config, on_cuda)
-    micro_batches = data.num_micro_batches(world_size)
+    world = find_world(config.devices, config.num_nodes, on_cuda=on_cuda)
+    micro_batches = data.num_micro_batches(world.size)
+    layout = Layout(
+        world_size=world.size,
+        on_cuda=on_cuda,
+        precision=precision,
+        micro_batch_size=data.config.micro_batch_size,
+        resume_from=resume_from,
+    )
     has_validation = len(data.validation_indices) > 0
     progress = ("rich" if sys.stdout.isatty() else "lines") if config.progress == "auto" else config.progress
     loggers = [_logger(name, run) for name in config.loggers]
@@ -110,12 +128,12 @@ def make_trainer(
             limit_val_batches=None if has_validation else 0,
             num_sanity_val_steps=0,
             log_every_n_steps=1,
-            precision=precision,
+            precision=strategy.lightning_precision(precision),
             accelerator="gpu" if on_cuda else "cpu",
-            devices=1 if devices == "auto" and not on_cuda else devices,
-            num_nodes=config.num_nodes,
-            strategy=_strategy(config, data.config.micro_batch_size),
-            plugins=[] if config.strategy.startswith("deepspeed") else [AtomicCheckpointIO()],
+            devices=world.devices,
+            num_nodes=world.num_nodes,
+            strategy=strategy.make(layout),
+            plugins=[] if strategy.shards_checkpoints else [AtomicCheckpointIO()],
             use_distributed_sampler=False,
             logger=loggers,
             callbacks=[
@@ -128,31 +146,9 @@ def make_trainer(
             default_root_dir=run,
         )
     except (ValueError, MisconfigurationException) as error:
-        names = ("strategy", "accelerator", "devices", "num_nodes", "precision")
+        names = ("accelerator", "devices", "num_nodes", "precision")
         given = ", ".join(f"trainer.{name}={getattr(config, name)}" for name in names)
         raise UserError(f"{given}: Lightning refuses these settings: {first_line(error)}") from error
-
-
-def _strategy(config: TrainerConfig, micro_batch_size: int) -> Any:
-    """Lightning's strategy; DeepSpeed's cannot see the batch size behind a loader of ready-made batches."""
-    if not config.strategy.startswith("deepspeed"):
-        return config.strategy
-    if config.strategy not in StrategyRegistry:
-        known = [name for name in StrategyRegistry.available_strategies() if name.startswith("deepspeed")]
-        raise UserError(f"trainer.strategy={config.strategy}: unknown; DeepSpeed's are {', '.join(known)}")
-    entry: Any = StrategyRegistry[config.strategy]
-    try:
-        return entry["strategy"](**entry["init_params"], logging_batch_size_per_gpu=micro_batch_size)
-    except (ImportError, MisconfigurationException) as error:
-        raise UserError(
-            f"trainer.strategy={config.strategy}: {first_line(error)}; pip install 'lit-refusion[deepspeed]'"
-        ) from error
-
-
-def _devices_per_node(config: TrainerConfig, on_cuda: bool) -> int:
-    if isinstance(config.devices, int):
-        return config.devices
-    return torch.cuda.device_count() if on_cuda else 1
 
 
 def _checkpoints(config: TrainerConfig, run: Path, *, has_validation: bool) -> list[Callback]:

@@ -20,11 +20,14 @@ from lit_refusion.data.remote import CacheConfig
 from lit_refusion.data.shards import Shards
 from lit_refusion.data.workers import plain_worker_errors
 from lit_refusion.errors import UserError
+from lit_refusion.launcher import Launcher
 from lit_refusion.mask_token import check_mask_not_in_data
 from lit_refusion.module import TrainingModule
 from lit_refusion.objective import Objective
 from lit_refusion.optimizer import OptimizerConfig
-from lit_refusion.run_folder import TOKENIZER, resume_point
+from lit_refusion.ranks import rank_log
+from lit_refusion.run_folder import LOGS, TOKENIZER, resume_point
+from lit_refusion.strategy import StrategyConfig
 from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
 from lit_refusion.trainer import TrainerConfig, make_trainer
 
@@ -45,6 +48,9 @@ class TrainConfig:
         loader: how examples become batches.
         optimizer: AdamW.
         trainer: how long, on what.
+        strategy: how the model lies on the devices.
+        launcher: where the processes are started.
+        dry_run: only say what would be done.
     """
 
     run: str
@@ -57,6 +63,9 @@ class TrainConfig:
     loader: LoaderConfig
     optimizer: OptimizerConfig
     trainer: TrainerConfig
+    strategy: StrategyConfig
+    launcher: Launcher
+    dry_run: bool
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,15 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
     validates = len(data.validation_indices) > 0
     stop = StopGracefully(config.trainer.validate_every if validates else None)
     origin = LambdaCallback(on_train_start=lambda *_: _write_origin(run, resolved, tokenizer))
-    trainer = make_trainer(config.trainer, data, run=run, max_steps=max_steps, callbacks=[origin, stop])
+    trainer = make_trainer(
+        config.trainer,
+        config.strategy,
+        data,
+        run=run,
+        max_steps=max_steps,
+        resume_from=resume_from,
+        callbacks=[origin, stop],
+    )
     if trainer.is_global_zero:
         print(
             _header(config, spec=spec.to_dict(), backbone=backbone, data=data, max_steps=max_steps),
@@ -125,9 +142,10 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         warnings.filterwarnings("ignore", ".*resuming from a checkpoint that ended.*")
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         warnings.filterwarnings("ignore", ".*exists and is not empty.*")
+        warnings.filterwarnings("ignore", ".*sync_dist=True.*")  # what is logged is reduced already
         warnings.filterwarnings("ignore", ".*isinstance\\(treespec, LeafSpec\\).*")
         try:
-            with plain_worker_errors():
+            with plain_worker_errors(), rank_log(run / LOGS, trainer.global_rank):
                 trainer.fit(module, data, ckpt_path=resume_from, weights_only=True)
         finally:
             data.release_workers()
@@ -154,7 +172,7 @@ def _load_fitting(config: TrainConfig, shards: Shards) -> tuple[PreTrainedTokeni
         trust_remote_code=config.backbone.trust_remote_code,
     )
     _check_tokenizer(tokenizer_fingerprint(tokenizer), shards, tokenizer_path)
-    backbone = config.backbone.load(tokenizer)
+    backbone = config.backbone.load(tokenizer, in_shares=config.strategy.shards_parameters)
     if config.objective.needs_mask_token:
         check_mask_not_in_data(backbone.mask_token_id, shards.token_counts(), origin=config.data)
     _check_window(shards, backbone.max_length, config.loader)

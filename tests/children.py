@@ -279,7 +279,7 @@ def start_ranks(
     return [
         start(
             train,
-            [*arguments, f"trainer.devices={count}", "trainer.strategy=ddp"],
+            [*arguments, f"trainer.devices={count}", "strategy=ddp"],
             *([blows[rank]] if blows and rank in blows else []),
             seen=folder / f"{name}{rank}.seen",
             log=folder / f"{name}{rank}.log",

@@ -232,7 +232,7 @@ BUGS: dict[str, tuple[list[str], list[str]]] = {
     "small vocabulary": ([*TRAIN, "+backbone.architecture.vocab_size=64"], ["vocab_size"]),
     "no devices": ([*TRAIN, "trainer.devices=0"], ["trainer.devices=0"]),
     "no nodes": ([*TRAIN, "trainer.num_nodes=0"], ["trainer.num_nodes=0"]),
-    "strategy": ([*TRAIN, "trainer.strategy=nope"], ["trainer.strategy=nope"]),
+    "strategy": ([*TRAIN, "strategy=nope"], ["strategy=nope", "fsdp2"]),
     "clip": ([*TRAIN, "trainer.gradient_clip=-1"], ["trainer.gradient_clip=-1"]),
     "run is a file": ([*TRAIN, "run={records}"], ["run={records}"]),
     "out below a file": ([*EXPORT, "out={records}/out"], ["out={records}/out"]),

@@ -66,7 +66,7 @@ def test_same_weights_however_the_step_is_cut_up(
 def test_two_ranks_that_lightning_starts_equal_one(reference: tuple[str, Path], data: Path, tmp_path: Path) -> None:
     """DDP over gloo with two processes, two accumulated micro-batches each."""
     objective, folder = reference
-    extra = ["trainer.devices=2", "trainer.strategy=ddp", "loader.micro_batch_size=2"]
+    extra = ["trainer.devices=2", "strategy=ddp", "loader.micro_batch_size=2"]
     arguments = command(data, tmp_path / "run", objective, *extra)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(

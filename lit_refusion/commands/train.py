@@ -1,13 +1,18 @@
-"""`lit-refusion train`: one training run."""
+"""`lit-refusion train`: one training run, here or as a job."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+import torch
 
 from lit_refusion.callbacks.interrupt import INTERRUPTED
 from lit_refusion.commands import compose
+from lit_refusion.dry_run import report
 from lit_refusion.schema import build
 from lit_refusion.training import TrainConfig, train
+from lit_refusion.world import find_world
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -16,6 +21,17 @@ def run(arguments: argparse.Namespace) -> int:
     if config is None:
         return 0
     settings = build({**config, "data": config["data"]["folder"]}, TrainConfig)
+    trainer = settings.trainer
+    on_cuda = torch.cuda.is_available() and trainer.accelerator != "cpu"
+    world = find_world(trainer.devices, trainer.num_nodes, on_cuda=on_cuda)
+    options = ["--config-dir", str(Path(arguments.config_dir).resolve())] if arguments.config_dir else []
+    job = settings.launcher.job([*options, *arguments.overrides], Path(settings.run), world)
+    if settings.dry_run:
+        print("\n".join(report(settings, world, job=job)))
+        return 0
+    if job is not None:
+        print(settings.launcher.submit(job, Path(settings.run)))
+        return 0
     result = train(settings, resolved=config)
     score = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f}"
     if result.is_main:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib.util
+import io
 import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,12 +18,13 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 
+from lit_refusion.backbone import Backbone
 from lit_refusion.errors import UserError
-from lit_refusion.sharded_checkpoint import replacing
+from lit_refusion.memory import Placement
+from lit_refusion.run_folder import RECORD_KEY
+from lit_refusion.sharded_checkpoint import ZERO_TAG, replacing
+from lit_refusion.sharded_loading import is_skeleton, materialise_own, stream_weights
 from lit_refusion.strategy import Layout, StrategyConfig, check_timeout
-
-TAG = "checkpoint"
-"""Name of the folder inside a DeepSpeed checkpoint, as Lightning writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,21 @@ class DeepSpeed(StrategyConfig):
     def shards_checkpoints(self) -> bool:
         """Yes, at every stage."""
         return True
+
+    @property
+    def shards_parameters(self) -> bool:
+        """At stage 3."""
+        return self.stage == 3
+
+    def placement(self, world_size: int) -> Placement:
+        """By stage."""
+        return Placement(
+            optimizer_shares=world_size,
+            gradient_shares=world_size if self.stage >= 2 else 1,
+            parameter_shares=world_size if self.stage == 3 else 1,
+            casts_weights=True,
+            offloads_optimizer=self.offload_optimizer,
+        )
 
     def make(self, layout: Layout) -> Strategy | str:
         """Lightning's strategy with this ZeRO config."""
@@ -133,16 +154,84 @@ class ZeRO(DeepSpeedStrategy):
         )
         return engine, sharded_optimizer
 
+    def shard(self, backbone: Backbone) -> None:
+        """Share out a model without storage, module by module, and read its weights; others DeepSpeed shares out."""
+        if not is_skeleton(backbone):
+            return
+        import deepspeed
+
+        self._init_config_if_needed()
+        shared: dict[int, torch.nn.Parameter] = {}
+        for module in backbone.modules():
+            if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+                leaf = torch.nn.Module()  # the module's own parameters, without those of its children
+                materialise_own(module, device=self.root_device, shared=shared)
+                leaf._parameters = module._parameters
+                deepspeed.zero.Init(module=leaf, config_dict_or_path=self.config)
+
+        def assign(parameter: torch.nn.Parameter, tensor: torch.Tensor | None) -> None:
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if tensor is not None:
+                    parameter.data.copy_(tensor)
+
+        stream_weights(backbone.model, backbone.weight_files, assign, is_reader=self.is_global_zero)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Every rank writes its share beside the target; rank 0 renames the folder when all are done."""
-        with replacing(Path(self.broadcast(filepath)), self) as folder:
+        with replacing(Path(self.broadcast(filepath)), self, record=checkpoint[RECORD_KEY]) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """As Lightning's; a checkpoint of another number of ranks goes through DeepSpeed's universal format."""
+        path = Path(self.broadcast(checkpoint_path))
+        num_ranks = len(list((path / ZERO_TAG).glob("*_optim_states.pt")))
+        if num_ranks == self.world_size:
+            return super().load_checkpoint(path, weights_only)
+        universal = path.with_name(f".{path.name}.universal")
+        if self.is_global_zero:
+            print(f"{path}: of {num_ranks} ranks, this run has {self.world_size}; resharding it", flush=True)
+            _convert_to_universal(path / ZERO_TAG, universal / ZERO_TAG)
+        self.barrier()
+        with self._loading_universal():
+            state = super().load_checkpoint(universal, weights_only)
+        self.barrier()
+        if self.is_global_zero:
+            shutil.rmtree(universal)
+        return state
 
-def whole_state_dict(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The fp32 parameters of a ZeRO checkpoint, by their names in the LightningModule."""
-    try:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    except ImportError as error:
-        raise UserError(f"{checkpoint}: a DeepSpeed checkpoint; pip install 'lit-refusion[deepspeed]'") from error
-    return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=TAG)
+    @contextlib.contextmanager
+    def _loading_universal(self) -> Iterator[None]:
+        """Load DeepSpeed's universal format, and mend what it gets wrong at stage 3 (seen with 0.19.8).
+
+        It gives all parameter groups the settings of the first, weight decay included, and one step counter, which
+        every group would then count up.
+        """
+        engine: Any = self.deepspeed_engine
+        optimizer = engine.optimizer.optimizer
+        decays = [group["weight_decay"] for group in optimizer.param_groups]
+        engine._config.load_universal_checkpoint = True
+        try:
+            yield
+        finally:
+            engine._config.load_universal_checkpoint = False
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+        for state in optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _convert_to_universal(source: Path, target: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    shutil.rmtree(target, ignore_errors=True)
+    arguments = argparse.Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        ds_to_universal.main(arguments)

@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from lit_refusion.backbone import Backbone
+from lit_refusion.memory import Placement
+from lit_refusion.run_folder import RECORD_KEY
 from lit_refusion.sharded_checkpoint import replacing
+from lit_refusion.sharded_loading import materialise, stream_weights
 from lit_refusion.strategy import Layout, StrategyConfig, check_timeout
 
 
@@ -37,9 +42,18 @@ class FSDP2(StrategyConfig):
         """Yes (torch distributed checkpoint)."""
         return True
 
+    @property
+    def shards_parameters(self) -> bool:
+        """Yes."""
+        return True
+
     def lightning_precision(self, precision: str) -> Any:
         """None: `fully_shard` casts."""
         return "32-true"
+
+    def placement(self, world_size: int) -> Placement:
+        """Everything is shared."""
+        return Placement(optimizer_shares=world_size, gradient_shares=world_size, parameter_shares=world_size)
 
     def make(self, layout: Layout) -> Strategy | str:
         """Lightning's strategy for parallel models, with data parallelism only."""
@@ -51,6 +65,14 @@ class FSDP2(StrategyConfig):
             process_group_backend=layout.backend,
             timeout=timedelta(minutes=self.timeout_minutes),
         )
+
+
+def _scatter(parameter: nn.Parameter, tensor: Tensor | None) -> None:
+    """A whole tensor of rank 0 into the shares of all ranks."""
+    shares: Any = parameter.data
+    device = shares.to_local().device
+    whole = torch.empty(shares.shape, dtype=shares.dtype, device=device) if tensor is None else tensor.to(device)
+    shares.copy_(distribute_tensor(whole, shares.device_mesh, shares.placements))
 
 
 class FullyShard(ModelParallelStrategy):
@@ -71,12 +93,17 @@ class FullyShard(ModelParallelStrategy):
             if self._is_bf16
             else MixedPrecisionPolicy()
         )
-        mesh = self.device_mesh["data_parallel"]
+        mesh, shared = self.device_mesh["data_parallel"], dict[int, nn.Parameter]()
         for layer in backbone.layers:
+            materialise(layer, device=self.root_device, shared=shared)
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self._reshard_after_forward)
+            shared.clear()  # layers tie nothing; the whole layer can go
+        materialise(backbone, device=self.root_device, shared=shared)
         fully_shard(backbone, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        if backbone.weight_files:
+            stream_weights(backbone.model, backbone.weight_files, _scatter, is_reader=self.is_global_zero)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Every rank writes its share beside the target; rank 0 renames the folder when all are done."""
-        with replacing(Path(self.broadcast(filepath)), self) as folder:
+        with replacing(Path(self.broadcast(filepath)), self, record=checkpoint[RECORD_KEY]) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)

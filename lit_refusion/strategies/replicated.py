@@ -8,6 +8,7 @@ from datetime import timedelta
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lit_refusion.errors import UserError
+from lit_refusion.memory import Placement
 from lit_refusion.strategy import Layout, StrategyConfig, check_timeout
 
 
@@ -20,6 +21,10 @@ class SingleDevice(StrategyConfig):
         if layout.world_size > 1:
             raise UserError(f"strategy=single: {layout.world_size} devices; use strategy=ddp, or one device")
         return "auto"
+
+    def placement(self, world_size: int) -> Placement:
+        """Nothing is shared."""
+        return Placement()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,10 @@ class DDP(StrategyConfig):
         check_timeout(self.timeout_minutes)
         if self.bucket_mb <= 0:
             raise UserError(f"strategy.bucket_mb={self.bucket_mb}: must be positive")
+
+    def placement(self, world_size: int) -> Placement:
+        """Nothing is shared (the buckets are the gradients)."""
+        return Placement()
 
     def make(self, layout: Layout) -> Strategy | str:
         """DDP where there is more than one device."""

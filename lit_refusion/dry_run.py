@@ -1,0 +1,99 @@
+"""What a run would do, before it does it: where it runs, how a step is cut up, and what memory it needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from lit_refusion.data.plan import accumulation
+from lit_refusion.data.shards import Shards
+from lit_refusion.errors import UserError, first_line
+from lit_refusion.mask_token import TABLE_MULTIPLE
+from lit_refusion.memory import Shape, estimate
+from lit_refusion.noise import Stream, noise
+from lit_refusion.tokenizer import load_tokenizer, num_token_ids
+from lit_refusion.training import TrainConfig
+from lit_refusion.views import IGNORE
+from lit_refusion.world import World
+
+
+def report(config: TrainConfig, world: World, *, job: str | None) -> list[str]:
+    """Lines to print.
+
+    Args:
+        config: the run.
+        world: its processes.
+        job: the script that would be submitted.
+    """
+    trainer, loader = config.trainer, config.loader
+    turns = accumulation(
+        global_batch_size=trainer.global_batch_size,
+        micro_batch_size=loader.micro_batch_size,
+        world_size=world.size,
+    )
+    model, shards = _model_config(config), _shards(config)
+    shape = Shape.of(model)
+    tokens, supervised, origin = _largest_batch(config, shards)
+    is_bf16 = trainer.precision == "bf16-mixed" or (trainer.precision == "auto" and torch.cuda.is_available())
+    parts = estimate(
+        shape,
+        config.strategy.placement(world.size),
+        is_bf16=is_bf16,
+        checkpointing=config.backbone.gradient_checkpointing,
+        tokens=tokens,
+        supervised=supervised,
+    )
+    lines = [
+        f"world: {world.num_nodes} nodes x {world.devices} devices = {world.size} processes, "
+        f"{type(config.strategy).__name__}",
+        f"step: {trainer.global_batch_size} examples = {world.size} processes x {turns} micro-batches x "
+        f"{loader.micro_batch_size} examples",
+        f"model: {model.model_type}, {shape.parameters / 1e6:,.1f} M parameters, {'bf16' if is_bf16 else 'fp32'}",
+        f"largest micro-batch: {tokens:,} tokens, {supervised:,} with a loss ({origin})",
+        "memory of a device, estimated:",
+        *(f"  {name:12} {num_bytes / 2**20:12,.1f} MiB" for name, num_bytes in parts.items()),
+    ]
+    return lines if job is None else [*lines, "would submit:", *job.splitlines()]
+
+
+def _shards(config: TrainConfig) -> Shards | None:
+    try:
+        return Shards(config.data, cache=config.cache)
+    except UserError:
+        return None  # not prepared yet; the settings have to do
+
+
+def _model_config(config: TrainConfig) -> PretrainedConfig:
+    backbone = config.backbone
+    try:
+        if backbone.path is not None:
+            return AutoConfig.from_pretrained(backbone.path, trust_remote_code=backbone.trust_remote_code)
+        fields: dict[str, Any] = dict(backbone.architecture or {})
+        tokenizer = Path(config.data) / "tokenizer"
+        if "vocab_size" not in fields and tokenizer.is_dir():
+            num_ids = num_token_ids(load_tokenizer(tokenizer))
+            fields["vocab_size"] = -(-num_ids // TABLE_MULTIPLE) * TABLE_MULTIPLE
+        return AutoConfig.for_model(**fields)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"backbone: cannot read its config: {first_line(error)}") from error
+
+
+def _largest_batch(config: TrainConfig, shards: Shards | None) -> tuple[int, int, str]:
+    """(places in the rows, rows with a loss, where that is known from) of the largest micro-batch."""
+    size, loader = config.loader.micro_batch_size, config.loader
+    if shards is None:
+        length = loader.max_row_length
+        return size * length, size * length, f"all rows of loader.max_row_length={length}; the data is not there yet"
+    longest = np.argsort(-shards.index["length"], kind="stable")[:size]
+    views = [view for number in longest for view in config.objective.views(shards[int(number)], _rng(config, number))]
+    supervised = sum(int((view.targets != IGNORE).sum()) for view in views)
+    places = sum(map(len, views)) if loader.layout == "packed" else len(views) * max(map(len, views))
+    return places, supervised, f"the {size} longest examples"
+
+
+def _rng(config: TrainConfig, number: Any) -> np.random.Generator:
+    return noise(config.seed, index=int(number), epoch=0, stream=Stream.TRAIN_NOISE)
