@@ -46,7 +46,13 @@ def prepare_data(folder: Path, tokenizer_folder: Path) -> Path:
 
 def train_command(data: Path | str, run: Path | str, *overrides: str, objective: str = "refusion") -> list[str]:
     """Three steps of a tiny model; the best checkpoint is of step 2, the last one of step 3."""
-    settings = ["trainer.max_steps=3", "trainer.validate_every=2", "trainer.loggers=[]", "trainer.progress=none"]
+    settings = [
+        "trainer.max_steps=3",
+        "trainer.validate_every=2",
+        "loader.validation_fraction=0.2",
+        "trainer.loggers=[]",
+        "trainer.progress=none",
+    ]
     where = ["data=prepared", f"data.folder={data}", f"run={run}", f"objective={objective}"]
     return ["train", *where, *settings, *TINY, *overrides]
 

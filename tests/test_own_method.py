@@ -112,6 +112,7 @@ def test_own_objective_and_decoder(
     architecture = [f"++backbone.architecture.{name}={value}" for name, value in ARCHITECTURES["qwen3"].items()]
     assert main([
         "train", "objective=own", "data=prepared", *data, f"run={tmp_path}/run", "trainer.max_steps=30",
+        "loader.validation_fraction=0.2",
         "trainer.log_every=1", "trainer.validate_every=10", "trainer.progress=none", *architecture, *own,
     ]) == 0  # fmt: skip
     lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
