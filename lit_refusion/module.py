@@ -123,6 +123,9 @@ class TrainingModule(L.LightningModule):
         figures["tokens_per_second"] = figures.pop("tokens") / (now - self._logged_time)
         figures["supervised_tokens"] /= steps
         figures["learning_rate"] = self._learning_rate
+        if self.trainer.strategy.handles_gradient_accumulation:
+            engine: Any = self.trainer.model
+            self._gradient_norm = engine.get_global_grad_norm()
         if self._gradient_norm is not None:
             figures["gradient_norm"] = float(self._gradient_norm)
         if not math.isfinite(figures["loss"]):
@@ -148,9 +151,7 @@ class TrainingModule(L.LightningModule):
         Lightning's mixed-precision plugin refuses to clip for a fused optimizer, because of fp16 loss scaling; bf16
         has none.
         """
-        if self.trainer.strategy.handles_gradient_accumulation:  # DeepSpeed clips by its own config
-            engine: Any = self.trainer.model
-            self._gradient_norm = engine.get_global_grad_norm()
+        if self.trainer.strategy.handles_gradient_accumulation:  # DeepSpeed clips by its own config, as it steps
             return
         gradients = [p for p in self.parameters() if p.grad is not None]
         if gradients:

@@ -63,8 +63,8 @@ class OptimizerConfig:
         """Optimizer and per-step scheduler of the trainable parameters."""
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         groups = [
-            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in trainable if _num_dimensions(p) >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in trainable if _num_dimensions(p) < 2], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -75,3 +75,8 @@ class OptimizerConfig:
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.factor(step, max_steps=max_steps))
         return optimizer, schedule
+
+
+def _num_dimensions(parameter: nn.Parameter) -> int:
+    """Of the whole parameter: under ZeRO-3 a share is flat and the shape is kept aside."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))

@@ -274,8 +274,6 @@ def start_ranks(
     count: int, arguments: list[str], folder: Path, *, blows: Mapping[int, Blow] | None = None, name: str = "rank"
 ) -> list[Child]:
     """The ranks of one DDP run, as torchrun starts them; their logs and the examples they see go to `folder`."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     return [
         start(
             train,
@@ -283,14 +281,37 @@ def start_ranks(
             *([blows[rank]] if blows and rank in blows else []),
             seen=folder / f"{name}{rank}.seen",
             log=folder / f"{name}{rank}.log",
-            environment={
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
-                "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "RANK": str(rank), "LOCAL_RANK": str(rank),
-                "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
-            },
+            environment=environment,
         )
-        for rank in range(count)
-    ]  # fmt: skip
+        for rank, environment in enumerate(torchrun_environments(count))
+    ]
+
+
+def train_all(commands: list[list[str]]) -> int:
+    """Several commands in one child, which stays in one process group."""
+    return max(main(arguments) for arguments in commands)
+
+
+def run_ranks(count: int, commands: list[list[str]], folder: Path) -> None:
+    """Several commands, one after the other, by the ranks of one world; they must succeed."""
+    environments = torchrun_environments(count) if count > 1 else [{"DS_ACCELERATOR": "cpu"}]
+    children = [
+        start(train_all, commands, log=folder / f"rank{rank}.log", environment=environment)
+        for rank, environment in enumerate(environments)
+    ]
+    codes = [child.wait() for child in children]
+    assert codes == [0] * count, children[0].output[-3000:]
+
+
+def torchrun_environments(count: int) -> list[dict[str, str]]:
+    """The variables that torchrun gives to each rank."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu",
+        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
+    }  # fmt: skip
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
 @functools.cache

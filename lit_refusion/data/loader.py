@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
+import multiprocessing.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -214,6 +214,8 @@ class DataModule(L.LightningDataModule):
         self.plan = Plan(train, weights=weights, seed=seed, global_batch_size=global_batch_size)
         self._is_serving = multiprocessing.Event()
         self._is_serving.set()
+        # Before multiprocessing waits for the processes at the end of this one, whoever forgot to release them.
+        multiprocessing.util.Finalize(self, self._is_serving.clear, exitpriority=10)
 
     def num_micro_batches(self, world_size: int) -> int:
         """Gradient accumulation on `world_size` devices."""

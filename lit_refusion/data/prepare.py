@@ -25,7 +25,7 @@ from lit_refusion.data import lengths
 from lit_refusion.data.parts import LISTED_ERRORS, PART_DTYPE, Part, Tokenizing, blocks, make_part, packed
 from lit_refusion.data.selection import SourceCounts, select
 from lit_refusion.data.shard_writing import EXAMPLE_DTYPE, Shard, describe, write_shard
-from lit_refusion.data.shards import INDEX, INDEX_DTYPE, KEYS, TOKEN_COUNTS, Manifest
+from lit_refusion.data.shards import INDEX, INDEX_DTYPE, KEYS, PICTURE, TOKEN_COUNTS, Manifest
 from lit_refusion.data.sources import Source
 from lit_refusion.errors import UserError
 from lit_refusion.new_folder import finish, resumable_folder
@@ -195,7 +195,7 @@ class _Preparation:
         self.tokenizer.save_pretrained(self.out / "tokenizer")
         manifest = self._manifest(index, counts)
         with suppress(ImportError):  # without matplotlib the numbers are in the manifest
-            lengths.draw(manifest.lengths, self.out / "lengths.png")
+            lengths.draw(manifest.lengths, self.out / PICTURE)
         others = sorted(path for path in self.out.rglob("*") if path.is_file() and path.suffix != ".tar")
         manifest.shards, manifest.files = shards, [describe(path, self.out) for path in others]
         manifest.save(self.out)

@@ -61,7 +61,7 @@ class RemoteFolder:
         url = url.rstrip("/")
         if cache is None:
             raise UserError(f"data.folder={url}: a remote folder needs a cache; give cache.folder")
-        with _network_errors(f"{url}/{manifest}"), _open(f"{url}/{manifest}") as file:
+        with _network_errors(f"{url}/{manifest}"), _opened(f"{url}/{manifest}") as file:
             content = file.read()
         folder = Path(cache.folder) / hashlib.sha256(content).hexdigest()[:16]
         remote = cls(url, cache, folder)
@@ -102,8 +102,7 @@ class RemoteFolder:
         with _disk_errors(self.cache):
             path.parent.mkdir(parents=True, exist_ok=True)
             with _lock(path.with_name(f".{path.name}.lock")):
-                if path.is_file() and path.stat().st_size == file["num_bytes"]:
-                    os.utime(path)  # used just now
+                if _is_there(path, file["num_bytes"]):
                     return path
                 temporary = path.with_name(f".{path.name}.partial")
                 try:
@@ -126,7 +125,7 @@ class RemoteFolder:
 
     def _download(self, source: str, target: Path) -> str:
         digest = hashlib.sha256()
-        with target.open("wb") as out, _network_errors(source), _open(source) as file:
+        with target.open("wb") as out, _network_errors(source), _opened(source) as file:
             while chunk := file.read(CHUNK):
                 digest.update(chunk)
                 try:
@@ -153,13 +152,30 @@ class RemoteFolder:
             temporary.replace(target)
 
 
-def _open(url: str) -> Any:
-    """A remote file; the file system is made anew, since those with a network loop do not survive a fork."""
-    import fsspec
+def _is_there(path: Path, num_bytes: int) -> bool:
+    """Whether the copy is whole; notes its use. Another process may remove it at any moment."""
+    try:
+        os.utime(path)
+        return path.stat().st_size == num_bytes
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def _opened(url: str) -> Iterator[Any]:
+    """A remote file; file system and session are this file's alone, since they do not survive a fork."""
+    import fsspec.asyn
 
     system, path = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     # From HTTP as one stream: not every server knows range requests.
-    return system.open(path, "rb", **({"block_size": 0} if url.startswith("http") else {"cache_type": "none"}))
+    options: dict[str, Any] = {"block_size": 0} if url.startswith("http") else {"cache_type": "none"}
+    try:
+        with system.open(path, "rb", **options) as file:
+            yield file
+    finally:
+        session = getattr(system, "_session", None)
+        if session is not None and hasattr(session, "close"):
+            fsspec.asyn.sync(system.loop, session.close)
 
 
 @contextmanager

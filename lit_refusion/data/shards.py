@@ -30,6 +30,7 @@ from lit_refusion.examples import Example, token_digest
 
 FORMAT_VERSION = 2
 MANIFEST, INDEX, KEYS, TOKEN_COUNTS = "manifest.json", "index.npy", "keys.npy", "token_counts.npy"
+PICTURE = "lengths.png"
 MAX_OPEN = 128
 """Shards kept open by one process."""
 INDEX_DTYPE = np.dtype(
@@ -124,7 +125,7 @@ class Shards:
         self.folder = self._remote.folder if self._remote else Path(folder)
         self.manifest = Manifest.load(self.folder)
         if self._remote:
-            self._remote.fetch_all(self.manifest.files, shards=self.manifest.shards)
+            self._remote.fetch_all(self._needed(), shards=self.manifest.shards)
         self._check_sizes()
         self._open()
 
@@ -154,9 +155,10 @@ class Shards:
         data = self._read(shard, num_bytes, int(entry["offset"])) if num_bytes > 0 else b""
         tokens = np.frombuffer(data, dtype).astype(np.int64) if len(data) == num_bytes else np.zeros(0, np.int64)
         if len(tokens) == 0 or tokens[0] != num_prompt or token_digest(tokens[1:], num_prompt) != entry["digest"]:
+            remedy = "run `lit-refusion prepare verify`, or prepare the data again"
             raise UserError(
                 f"{self.folder / self.manifest.shards[shard]['name']}: example {number} is damaged (its checksum "
-                "differs from the index); run `lit-refusion prepare verify`, or prepare the data again"
+                f"differs from the index); {'remove this copy, it is fetched again' if self._remote else remedy}"
             )
         return Example(
             index=number,
@@ -176,6 +178,10 @@ class Shards:
     def token_counts(self) -> np.ndarray:
         """[V] occurrences of each token id."""
         return self._array(TOKEN_COUNTS, np.dtype(np.int64), length=None)
+
+    def _needed(self) -> list[dict[str, Any]]:
+        """The files beside the shards that reading takes: all but the picture."""
+        return [file for file in self.manifest.files if file["name"] != PICTURE]
 
     def _source(self, number: int) -> str:
         stops = [stop for _, stop in self.manifest.bounds()]
@@ -221,7 +227,7 @@ class Shards:
         """Whether every file is there, and as long as it should be: cheap, before anything is read."""
         if len(self) == 0:
             raise UserError(f"{self.folder}: the data set is empty; look at `dropped` in manifest.json")
-        for file in (*self.manifest.files, *([] if self._remote else self.manifest.shards)):
+        for file in (*self._needed(), *([] if self._remote else self.manifest.shards)):
             path = self.folder / file["name"]
             found = path.stat().st_size if path.is_file() else None
             if found != file["num_bytes"]:

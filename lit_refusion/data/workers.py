@@ -51,5 +51,5 @@ def plain_worker_errors() -> Iterator[None]:
         if "DataLoader worker (pid" not in str(error):
             raise
         raise UserError(
-            f"{first_line(error)} If the memory ran out, lower loader.num_workers; go on with resume=auto"
+            f"{first_line(error)}. If the memory ran out, lower loader.num_workers; go on with resume=auto"
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from lit_refusion.callbacks.interrupt import STOP_SIGNALS
 from lit_refusion.data import split
 from lit_refusion.data.loader import DataModule, LoaderConfig, TrainBatches, ValidationBatches
 from lit_refusion.data.plan import Visit
@@ -95,7 +97,14 @@ def training_indices(data: DataModule) -> list[int]:
 
 
 def train(shards: Shards, **settings: Any) -> list[Batch]:
-    return list(data_module(shards, **settings).train_dataloader())
+    return batches_of(data_module(shards, **settings))
+
+
+def batches_of(data: DataModule) -> list[Batch]:
+    try:
+        return list(data.train_dataloader())
+    finally:
+        data.release_workers()
 
 
 def validation(shards: Shards, **settings: Any) -> list[Batch]:
@@ -533,7 +542,7 @@ def test_a_killed_worker_is_a_user_error_with_a_remedy(shards: Shards) -> None:
     data.objective = KilledObjective(**dataclasses.asdict(OBJECTIVE))
     message = r"^DataLoader worker \(pid.* lower loader\.num_workers; go on with resume=auto$"
     with pytest.raises(UserError, match=message), plain_worker_errors():
-        list(data.train_dataloader())
+        batches_of(data)
 
 
 class KilledObjective(ReFusion):
@@ -542,6 +551,38 @@ class KilledObjective(ReFusion):
     def views(self, example: Example, rng: np.random.Generator) -> list[View]:
         os.kill(os.getpid(), signal.SIGKILL)
         return []
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_workers_serve_through_a_signal_until_they_are_released(number: signal.Signals, shards: Shards) -> None:
+    """Slurm and the terminal send theirs to every process of the group; the step under way needs its batches."""
+    data = data_module(shards, num_workers=1)
+    batches = iter(data.train_dataloader())
+    [worker] = batches._workers  # type: ignore[attr-defined]
+    found = [next(batches)]
+    os.kill(worker.pid, number)
+    found += batches
+    assert all(same(a, b) for a, b in zip(found, train(shards), strict=True))
+    assert worker.is_alive()
+    data.release_workers()
+    os.kill(worker.pid, number)
+    worker.join(30)
+    assert worker.exitcode == 0
+
+
+def test_a_process_that_uses_a_loader_halfway_and_never_releases_it_ends(shards: Shards) -> None:
+    def use() -> None:
+        data = data_module(shards, num_workers=1)
+        batches = iter(data.train_dataloader())
+        next(batches)
+        globals()["kept"] = data, batches  # as a variable of a script
+
+    process = multiprocessing.get_context("fork").Process(target=use)
+    process.start()
+    process.join(10)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("error", [UserError("loader.layout=x: no"), RuntimeError("CUDA error"), KeyError("x")])
