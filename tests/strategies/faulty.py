@@ -1,7 +1,7 @@
 """`lit-refusion train` under torchrun, with a fault on one rank the first time: `python -m tests.strategies.faulty`.
 
-FAULT: "kill" (SIGKILL), "raise" (an exception), "cut CABLE" (of this node's network) or "none"; MARKER: a file that says
-that the fault has happened.
+FAULT: "kill" (SIGKILL), "raise" (an exception), "cut CABLE" (of this node's network) or "none"; MARKER: a file that
+says that the fault has happened.
 """
 
 from __future__ import annotations
