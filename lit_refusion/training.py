@@ -13,6 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import LambdaCallback
 from transformers import PreTrainedTokenizerBase
 
+from lit_refusion.attention import BLOCK
 from lit_refusion.backbone import Backbone, BackboneConfig
 from lit_refusion.callbacks.interrupt import StopGracefully
 from lit_refusion.data.loader import DataModule, LoaderConfig
@@ -178,6 +179,11 @@ def _load_fitting(config: TrainConfig, shards: Shards) -> tuple[PreTrainedTokeni
     _check_window(shards, backbone.max_length, config.loader)
     if config.backbone.attention != "sdpa" and not torch.cuda.is_available():
         raise UserError(f"backbone.attention={config.backbone.attention}: trains on CUDA only; use sdpa here")
+    if config.backbone.attention == "flex_attention" and config.loader.pad_to_multiple % BLOCK:
+        raise UserError(
+            f"loader.pad_to_multiple={config.loader.pad_to_multiple}: with flex_attention give a multiple of {BLOCK}, "
+            "or its kernels are compiled anew for every row length"
+        )
     return tokenizer, backbone
 
 

@@ -116,6 +116,25 @@ def test_flex_mask_skips_blocks_of_other_documents() -> None:
     assert flex.to_dense()[0, 0].tolist() == [[1, 0], [0, 1]]
 
 
+@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("lengths", [[[128, 128]], [[300, 90], [40, 250, 100]], [[7]]], ids=str)
+def test_flex_blocks_are_those_of_the_library(rule: str, lengths: list[list[int]]) -> None:
+    """The same blocks as `create_block_mask` finds by evaluating the rule everywhere, whole and partial ones apart."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch = make_batch(lengths)
+    ours = block_mask(RULES[rule], batch)
+    rows, length = batch.input_ids.shape
+    theirs = create_block_mask(ours.mask_mod, rows, None, length, length, device="cpu")
+    assert ours.seq_lengths == theirs.seq_lengths
+    assert ours.kv_num_blocks.shape == theirs.kv_num_blocks.shape  # one mask for all heads
+    for numbers, indices in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
+        count = getattr(theirs, numbers)
+        assert torch.equal(getattr(ours, numbers), count)
+        is_listed = torch.arange(getattr(ours, indices).shape[-1]) < count[..., None]
+        assert torch.equal(getattr(ours, indices)[is_listed], getattr(theirs, indices)[is_listed])
+
+
 @pytest.mark.parametrize(("attention", "is_causal"), [(CAUSAL, True), (FULL, False)])
 def test_varlen_arguments_typed_out(attention: Attention, is_causal: bool) -> None:
     # Rows of 12: documents of 5 and 3 with 4 of padding; of 4, 1 and 2 with 5 of padding; one of 12.
