@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lit_refusion.backbone import Backbone
+from lit_refusion.data.sources import Source
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
@@ -65,6 +67,27 @@ def make_tokenizer(*, mask_token: str | None = "<|mask|>") -> PreTrainedTokenize
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def make_source(*files: Path | str, **changes: Any) -> Source:
+    """A source named "mine" of these files, which keeps everything, with changes."""
+    values: dict[str, Any] = {
+        "name": "mine",
+        "files": tuple(map(str, files)),
+        "hub": None,
+        "subsets": (),
+        "split": "train",
+        "query": "query",
+        "response": "response",
+        "messages": "messages",
+        "weight": 1.0,
+        "max_examples": None,
+        "max_prompt_tokens": None,
+        "max_tokens": None,
+        "min_response_tokens": 1,
+        "deduplicate": False,
+    }
+    return Source(**{**values, **changes})
 
 
 def random_prompts(count: int, *, longest: int, seed: int = 0) -> list[list[int]]:

@@ -17,8 +17,8 @@ from lit_refusion.chat import PromptFormat
 from lit_refusion.data.lengths import NUM_BINS, draw, histogram
 from lit_refusion.data.prepare import PrepareConfig, prepare
 from lit_refusion.data.shards import Manifest, Shards
-from lit_refusion.data.sources import Source
 from lit_refusion.data.verification import verify
+from tests.conftest import make_source
 
 NAMES = ("prompt", "response", "total")
 
@@ -26,22 +26,7 @@ NAMES = ("prompt", "response", "total")
 @pytest.fixture
 def config(records: Path, tokenizer_folder: Path, tmp_path: Path) -> PrepareConfig:
     """The 60 additions, prepared with the real picture."""
-    source = Source(
-        name="mine",
-        files=(str(records),),
-        hub=None,
-        subsets=(),
-        split="train",
-        query="query",
-        response="response",
-        messages="messages",
-        weight=1.0,
-        max_examples=None,
-        max_prompt_tokens=None,
-        max_tokens=None,
-        min_response_tokens=1,
-        deduplicate=False,
-    )
+    source = make_source(records)
     return PrepareConfig(
         folder=str(tmp_path / "data"),
         tokenizer=str(tokenizer_folder),

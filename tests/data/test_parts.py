@@ -25,8 +25,8 @@ from lit_refusion.data.records import Fields
 from lit_refusion.errors import UserError
 from lit_refusion.examples import token_digest
 from lit_refusion.tokenizer import tokenizer_fingerprint
+from tests.conftest import make_source as source
 from tests.conftest import make_tokenizer
-from tests.data.test_sources import source
 
 FIELDS = Fields(source="mine", query="query", response="response", messages="messages")
 CHAT = PromptFormat(style="chat", template_kwargs={})

@@ -44,6 +44,7 @@ from lit_refusion.errors import UserError
 from lit_refusion.new_folder import partial_folder
 from lit_refusion.schema import build
 from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
+from tests.conftest import make_source as source
 from tests.conftest import make_tokenizer
 
 Configure = Callable[..., PrepareConfig]
@@ -61,25 +62,6 @@ def write(path: Path, records: list[Any]) -> Path:
 
 def read_lines(path: Path) -> list[Record]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def source(*files: Path, name: str = "mine", **changes: Any) -> Source:
-    values = {
-        "files": tuple(map(str, files)),
-        "hub": None,
-        "subsets": (),
-        "split": "train",
-        "query": "query",
-        "response": "response",
-        "messages": "messages",
-        "weight": 1.0,
-        "max_examples": None,
-        "max_prompt_tokens": None,
-        "max_tokens": None,
-        "min_response_tokens": 1,
-        "deduplicate": False,
-    }
-    return Source(name=name, **{**values, **changes})
 
 
 def style(name: str, **template_kwargs: Any) -> PromptFormat:
@@ -399,7 +381,11 @@ def test_an_empty_file_is_an_error_unless_bad_records_are_skipped(
 
 def test_a_source_of_weight_0_is_not_read(configure: Configure, records: Path) -> None:
     missing = Path("not", "there.jsonl")
-    sources = (source(missing, name="off", weight=0.0), source(records), source(missing, name="off too", weight=0.0))
+    sources = (
+        source(missing, name="off", weight=0.0),
+        source(records),
+        source(missing, name="off too", weight=0.0),
+    )
     assert counts_of(prepare(configure(sources=sources))) == [counted(read=60, kept=60)]
 
 
@@ -1185,8 +1171,14 @@ def test_the_command_refuses_bad_settings_of_its_own(
         ({"num_examples": 0}, r"data\.num_examples=0: must be at least 1"),
         ({"seed": -1}, r"data\.seed=-1: must not be negative"),
         ({"sources": ()}, r"data\.sources: give at least one source"),
-        ({"sources": (source(Path("a"), weight=0),)}, r"data\.sources: give at least one source with a weight above 0"),
-        ({"sources": (source(Path("a")), source(Path("b")))}, r"data\.sources: the names \['mine', 'mine'\] must diff"),
+        (
+            {"sources": (source(Path("a"), weight=0),)},
+            r"data\.sources: give at least one source with a weight above 0",
+        ),
+        (
+            {"sources": (source(Path("a")), source(Path("b")))},
+            r"data\.sources: the names \['mine', 'mine'\] must diff",
+        ),
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str, configure: Configure) -> None:

@@ -15,24 +15,10 @@ from lit_refusion.data.parts import PART_DTYPE
 from lit_refusion.data.permutation import mix
 from lit_refusion.data.selection import SourceCounts, filters, select, smallest
 from lit_refusion.data.sources import Source
+from tests.conftest import make_source
 
 MAX_LENGTH = 12
-KEEP_ALL = Source(
-    name="mine",
-    files=("a.jsonl",),
-    hub=None,
-    subsets=(),
-    split="train",
-    query="query",
-    response="response",
-    messages="messages",
-    weight=1.0,
-    max_examples=None,
-    max_prompt_tokens=None,
-    max_tokens=None,
-    min_response_tokens=1,
-    deduplicate=False,
-)
+KEEP_ALL = make_source("a.jsonl")
 Entry = tuple[int, int, int]  # key, prompt tokens, response tokens
 
 

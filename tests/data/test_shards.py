@@ -26,9 +26,9 @@ from lit_refusion.chat import PromptFormat
 from lit_refusion.data import shards as module
 from lit_refusion.data.prepare import PrepareConfig, prepare
 from lit_refusion.data.shards import INDEX_DTYPE, Manifest, Shards
-from lit_refusion.data.sources import Source
 from lit_refusion.errors import UserError
 from lit_refusion.examples import Example
+from tests.conftest import make_source
 
 ADDITIONS = [
     {"query": f"What is {a} + {b}?", "response": f"The answer is {a + b}."} for a in range(12) for b in range(5)
@@ -41,25 +41,6 @@ def write(path: Path, records: Sequence[Any]) -> Path:
     return path
 
 
-def make_source(name: str, file: Path) -> Source:
-    return Source(
-        name=name,
-        files=(str(file),),
-        hub=None,
-        subsets=(),
-        split="train",
-        query="query",
-        response="response",
-        messages="messages",
-        weight=1.0,
-        max_examples=None,
-        max_prompt_tokens=None,
-        max_tokens=None,
-        min_response_tokens=1,
-        deduplicate=False,
-    )
-
-
 def prepare_folder(
     folder: Path, tokenizer_folder: Path, *, max_length: int = 200, **sources: Sequence[dict[str, str]]
 ) -> Path:
@@ -69,7 +50,7 @@ def prepare_folder(
         folder=str(folder),
         tokenizer=str(tokenizer_folder),
         sources=tuple(
-            make_source(name, write(folder.parent / f"{folder.name}-{name}.jsonl", records))
+            make_source(write(folder.parent / f"{folder.name}-{name}.jsonl", records), name=name)
             for name, records in sources.items()
         ),
         prompt_format=PromptFormat(style="chat", template_kwargs={}),

@@ -9,29 +9,8 @@ import pytest
 
 from lit_refusion.data.formats import SUFFIXES
 from lit_refusion.data.records import Fields
-from lit_refusion.data.sources import Source
 from lit_refusion.errors import UserError
-
-
-def source(*files: Path | str, **changes: Any) -> Source:
-    values: dict[str, Any] = {
-        "name": "mine",
-        "files": tuple(map(str, files)),
-        "hub": None,
-        "subsets": (),
-        "split": "train",
-        "query": "query",
-        "response": "response",
-        "messages": "messages",
-        "weight": 1.0,
-        "max_examples": None,
-        "max_prompt_tokens": None,
-        "max_tokens": None,
-        "min_response_tokens": 1,
-        "deduplicate": False,
-    }
-    return Source(**{**values, **changes})
-
+from tests.conftest import make_source
 
 # Settings
 
@@ -52,13 +31,13 @@ REFUSED = {
 def test_bad_setting_names_source_value_and_rule(case: str) -> None:
     changes, message = REFUSED[case]
     with pytest.raises(UserError, match=rf"^data\.sources\[{message}"):
-        source("a.jsonl", **changes)
+        make_source("a.jsonl", **changes)
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf")])
 def test_a_weight_must_be_a_number_of_copies(weight: float) -> None:
     with pytest.raises(UserError, match="weight"):
-        source("a.jsonl", weight=weight)
+        make_source("a.jsonl", weight=weight)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +51,14 @@ def test_a_weight_must_be_a_number_of_copies(weight: float) -> None:
     ],
 )
 def test_smallest_and_other_good_settings_are_accepted(changes: dict[str, Any]) -> None:
-    found = source("a.jsonl", **changes)
+    found = make_source("a.jsonl", **changes)
     assert {name: getattr(found, name) for name in changes} == changes
 
 
 def test_fields_carry_the_names_and_nothing_that_is_chosen_later() -> None:
     names = {"query": "question", "response": "answer", "messages": "chat"}
-    chosen = source("a.jsonl", weight=0.5, max_examples=3, max_tokens=9, deduplicate=True, **names)
-    assert chosen.fields == source("b.jsonl", **names).fields == Fields(source="mine", **names)
+    chosen = make_source("a.jsonl", weight=0.5, max_examples=3, max_tokens=9, deduplicate=True, **names)
+    assert chosen.fields == make_source("b.jsonl", **names).fields == Fields(source="mine", **names)
 
 
 # Files
@@ -90,7 +69,7 @@ def test_globs_are_sorted_within_a_pattern_and_patterns_keep_their_order(tmp_pat
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "folder.jsonl").mkdir()  # not a file
-    paths = source(tmp_path / "z.json", tmp_path / "**" / "*.jsonl").paths()
+    paths = make_source(tmp_path / "z.json", tmp_path / "**" / "*.jsonl").paths()
     found = [path.relative_to(tmp_path).as_posix() for path in paths]
     assert found == ["z.json", "a/9.jsonl", "b/10.jsonl", "b/2.jsonl", "b/c/1.jsonl"]
 
@@ -100,7 +79,7 @@ def test_missing_file_names_source_and_pattern(pattern: str, tmp_path: Path) -> 
     (tmp_path / "there.jsonl").touch()
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(UserError, match="no such file") as caught:
-        source(tmp_path / "there.jsonl", tmp_path / pattern).paths()
+        make_source(tmp_path / "there.jsonl", tmp_path / pattern).paths()
     assert f"data.sources[mine].files={tmp_path / pattern}" in str(caught.value)
 
 
@@ -108,16 +87,16 @@ def test_missing_file_names_source_and_pattern(pattern: str, tmp_path: Path) -> 
 def test_every_supported_suffix_is_accepted(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"part.one{suffix}"
     path.touch()
-    assert source(path).paths() == [path]
+    assert make_source(path).paths() == [path]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet.gz", "a.tar.zst", "a.jsonl.bz2", "a.zst", "jsonl"])
 def test_unknown_suffix_names_the_file_and_the_choices(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     with pytest.raises(UserError, match=r"unknown kind of file; supported: \.json, .*\.parquet, \.tar") as caught:
-        source(tmp_path / name).paths()
+        make_source(tmp_path / name).paths()
     assert str(caught.value).startswith(str(tmp_path / name))
 
 
 def test_a_hub_data_set_has_no_files() -> None:
-    assert source(hub="owner/set").paths() == []
+    assert make_source(hub="owner/set").paths() == []

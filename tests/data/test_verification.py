@@ -17,9 +17,9 @@ from rich.progress import Progress
 from lit_refusion.chat import PromptFormat
 from lit_refusion.cli import main
 from lit_refusion.data.prepare import PrepareConfig, prepare
-from lit_refusion.data.sources import Source
 from lit_refusion.data.verification import verify
 from lit_refusion.errors import UserError
+from tests.conftest import make_source
 
 Damage = Callable[[Path], None]
 
@@ -34,22 +34,7 @@ def original(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     for name, own in (("first", lines[:50]), ("second", lines[50:])):
         path = root / f"{name}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in own))
-        source = Source(
-            name=name,
-            files=(str(path),),
-            hub=None,
-            subsets=(),
-            split="train",
-            query="query",
-            response="response",
-            messages="messages",
-            weight=1.0,
-            max_examples=None,
-            max_prompt_tokens=None,
-            max_tokens=None,
-            min_response_tokens=1,
-            deduplicate=False,
-        )
+        source = make_source(path, name=name)
         sources.append(source)
     config = PrepareConfig(
         folder=str(root / "data"),
