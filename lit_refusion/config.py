@@ -36,6 +36,9 @@ def load_config(command: str, overrides: Sequence[str], *, extra_folder: str | N
         UserError: unknown key, group or choice, bad syntax, missing value.
     """
     overrides = list(overrides)
+    for text in overrides:
+        if "=" not in text and not text.startswith("~"):
+            raise UserError(f"{text}: expected KEY=VALUE or GROUP=CHOICE")
     if extra_folder is not None:
         if not Path(extra_folder).is_dir():
             raise UserError(f"--config-dir {extra_folder}: no such folder")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,10 @@ from transformers import AutoConfig, PretrainedConfig
 from lit_refusion.data.plan import accumulation
 from lit_refusion.data.shards import Shards
 from lit_refusion.errors import UserError, first_line
-from lit_refusion.mask_token import TABLE_MULTIPLE
 from lit_refusion.memory import Shape, estimate
+from lit_refusion.model_loading import check_architecture, fresh_config
 from lit_refusion.noise import Stream, noise
-from lit_refusion.tokenizer import load_tokenizer, num_token_ids
+from lit_refusion.tokenizer import load_tokenizer
 from lit_refusion.training import TrainConfig
 from lit_refusion.views import IGNORE
 from lit_refusion.world import World
@@ -35,10 +34,12 @@ def report(config: TrainConfig, world: World, *, job: str | None) -> list[str]:
         micro_batch_size=loader.micro_batch_size,
         world_size=world.size,
     )
-    model, shards = _model_config(config), _shards(config)
+    shards = _shards(config)
+    model = _model_config(config, shards)
     shape = Shape.of(model)
     tokens, supervised, origin = _largest_batch(config, shards)
-    is_bf16 = trainer.precision == "bf16-mixed" or (trainer.precision == "auto" and torch.cuda.is_available())
+    on_cuda = torch.cuda.is_available() and trainer.accelerator != "cpu"
+    is_bf16 = trainer.precision == "bf16-mixed" or (trainer.precision == "auto" and on_cuda)
     parts = estimate(
         shape,
         config.strategy.placement(world.size),
@@ -67,19 +68,18 @@ def _shards(config: TrainConfig) -> Shards | None:
         return None  # not prepared yet; the settings have to do
 
 
-def _model_config(config: TrainConfig) -> PretrainedConfig:
+def _model_config(config: TrainConfig, shards: Shards | None) -> PretrainedConfig:
     backbone = config.backbone
+    if backbone.architecture is not None:
+        tokenizer = None if shards is None else load_tokenizer(shards.folder / "tokenizer")
+        return fresh_config(backbone.architecture, tokenizer)
+    assert backbone.path is not None
     try:
-        if backbone.path is not None:
-            return AutoConfig.from_pretrained(backbone.path, trust_remote_code=backbone.trust_remote_code)
-        fields: dict[str, Any] = dict(backbone.architecture or {})
-        tokenizer = Path(config.data) / "tokenizer"
-        if "vocab_size" not in fields and tokenizer.is_dir():
-            num_ids = num_token_ids(load_tokenizer(tokenizer))
-            fields["vocab_size"] = -(-num_ids // TABLE_MULTIPLE) * TABLE_MULTIPLE
-        return AutoConfig.for_model(**fields)
+        found = AutoConfig.from_pretrained(backbone.path, trust_remote_code=backbone.trust_remote_code)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"backbone: cannot read its config: {first_line(error)}") from error
+        raise UserError(f"backbone.path={backbone.path}: cannot read its config: {first_line(error)}") from error
+    check_architecture(found)
+    return found
 
 
 def _largest_batch(config: TrainConfig, shards: Shards | None) -> tuple[int, int, str]:

@@ -98,10 +98,11 @@ class Slurm(Launcher):
             *self.extra,
         ]
         kept = [text for text in arguments if _key(text) not in ("launcher", "dry_run", "resume")]
-        command = [sys.executable, "-m", "lit_refusion.cli", "train", *kept, "launcher=local", "resume=auto"]
+        resume = "resume=force" if "resume=force" in arguments else "resume=auto"
+        command = [sys.executable, "-m", "lit_refusion.cli", "train", *kept, "launcher=local", resume]
         lines = [
             "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in options),
+            *(f"#SBATCH {shlex.quote(option)}" for option in options),
             "set -u",
             *self.setup,
             f"srun --kill-on-bad-exit=1 {shlex.join(command)}",

@@ -48,20 +48,35 @@ def make_fresh(
     Raises:
         UserError: unknown or wrong fields, or an unsupported model.
     """
-    num_tokens = num_token_ids(tokenizer)
-    fields = {"vocab_size": -(-num_tokens // TABLE_MULTIPLE) * TABLE_MULTIPLE, **architecture}
-    for name in ("bos", "eos", "pad"):
-        fields[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id")
+    config = fresh_config(architecture, tokenizer)
     try:
-        config = AutoConfig.for_model(**fields)
-        _check_fields(architecture, config, num_tokens=num_tokens)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    except (ValueError, TypeError, KeyError, ImportError, RuntimeError, StrictDataclassError) as error:
+        _explain_kernel(error, attention)
+        raise UserError(f"backbone.architecture={architecture}: {first_line(error)}") from error
+
+
+def fresh_config(architecture: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
+    """The config of a fresh model, its vocabulary sized to the tokenizer where there is one.
+
+    Raises:
+        UserError: unknown or wrong fields, or an unsupported model.
+    """
+    num_tokens = 0 if tokenizer is None else num_token_ids(tokenizer)
+    fields = dict(architecture)
+    if tokenizer is not None:
+        fields = {"vocab_size": -(-num_tokens // TABLE_MULTIPLE) * TABLE_MULTIPLE, **fields}
+        for name in ("bos", "eos", "pad"):
+            fields[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id")
+    try:
+        config = AutoConfig.for_model(**fields)
+        _check_fields(architecture, config, num_tokens=num_tokens)
+        return config
     except UserError:
         raise
     except (ValueError, TypeError, KeyError, ImportError, RuntimeError, StrictDataclassError) as error:
-        _explain_kernel(error, attention)
         raise UserError(f"backbone.architecture={architecture}: {first_line(error)}") from error
 
 

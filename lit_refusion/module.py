@@ -109,7 +109,8 @@ class TrainingModule(L.LightningModule):
         self._log("val", {k: v for k, v in figures.items() if k not in ("tokens", "supervised_tokens", "padding")})
 
     def on_train_start(self) -> None:
-        """Start the clock."""
+        """Start the clock, on all ranks at the same step."""
+        check_ranks_agree({"step to go on from": self.global_step})
         self._logged_step, self._logged_time = self.global_step, time.perf_counter()
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
@@ -175,7 +176,7 @@ class TrainingModule(L.LightningModule):
         boundary, also where accumulation or the number of devices has changed.
         """
         self._check_record(checkpoint.get(RECORD_KEY))
-        relocate(checkpoint.get("callbacks", {}), Path(self.trainer.default_root_dir) / CHECKPOINTS)
+        relocate(checkpoint.get("callbacks", {}), Path(self.trainer.default_root_dir).resolve() / CHECKPOINTS)
         loops = checkpoint.get("loops", {}).get("fit_loop")
         if loops is not None:
             step = checkpoint["global_step"]

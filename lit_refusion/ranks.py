@@ -32,6 +32,7 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
     loggers = [LOGGER, logging.getLogger("lightning.pytorch"), logging.getLogger("py.warnings")]
     for logger in loggers:
         logger.addHandler(handler)
+    level, had_faulthandler = LOGGER.level, faulthandler.is_enabled()
     LOGGER.setLevel(logging.INFO)
     logging.captureWarnings(True)
     assert handler.stream is not None
@@ -45,6 +46,9 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
         raise
     finally:
         faulthandler.disable()
+        if had_faulthandler:
+            faulthandler.enable()
+        LOGGER.setLevel(level)
         logging.captureWarnings(False)
         for logger in loggers:
             logger.removeHandler(handler)

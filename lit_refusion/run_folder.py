@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
@@ -22,7 +23,8 @@ RECORD_KEY = "lit_refusion"
 
 
 RECORD_FILE = "lit_refusion.json"
-"""The same record as a file, in checkpoints that are folders."""
+"""The same record as a file, in checkpoints that are folders; written last, with the sizes of the other files."""
+FILES = "files"
 
 
 def checkpoint_path(run: Path, name: str) -> Path:
@@ -57,10 +59,10 @@ def resume_point(run: Path, resume: str | None) -> Path | None:
 def is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint file can be read to its end: its checksums are compared, nothing is loaded.
 
-    A folder, as sharded strategies write it, is taken as it is.
+    Of a folder, as sharded strategies write it, the sizes of the files are compared.
     """
     if checkpoint.is_dir():
-        return True
+        return _has_all_files(checkpoint)
     try:
         with zipfile.ZipFile(checkpoint) as archive:
             plain = all(
@@ -69,6 +71,14 @@ def is_whole(checkpoint: Path) -> bool:
             )
             return plain and archive.testzip() is None
     except Exception:  # whatever damaged bytes make of it
+        return False
+
+
+def _has_all_files(folder: Path) -> bool:
+    try:
+        files = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))[FILES]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

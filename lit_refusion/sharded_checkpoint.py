@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lit_refusion.errors import UserError, first_line
-from lit_refusion.run_folder import LAST, PREVIOUS, RECORD_FILE, RECORD_KEY
+from lit_refusion.run_folder import FILES, LAST, PREVIOUS, RECORD_FILE, RECORD_KEY, is_whole
 
 MODEL_STATE = "state_dict."
 """What Lightning puts before the names of parameters in a distributed checkpoint."""
@@ -43,9 +43,13 @@ def replacing(target: Path, strategy: Strategy, *, record: dict[str, Any]) -> It
     yield folder
     strategy.barrier()
     if strategy.is_global_zero:
-        (folder / RECORD_FILE).write_text(json.dumps(record), encoding="utf-8")
+        files = {
+            path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()
+        }
+        _write_durably(folder / RECORD_FILE, json.dumps({RECORD_KEY: record, FILES: files}))
         if target.exists():
-            aside = target.with_stem(PREVIOUS) if target.stem == LAST else target.with_name(f".{target.name}.old")
+            is_previous = target.stem == LAST and is_whole(target)  # else the previous one is better
+            aside = target.with_stem(PREVIOUS) if is_previous else target.with_name(f".{target.name}.old")
             _remove(aside)
             target.rename(aside)
         folder.rename(target)
@@ -60,7 +64,9 @@ def load_whole(folder: Path) -> dict[str, Any]:
         UserError: not such a checkpoint, or damaged.
     """
     try:
-        record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+        record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))[RECORD_KEY]
+        if not is_whole(folder):
+            raise ValueError("files are missing or cut off")
         state = _from_dcp(folder) if (folder / ".metadata").is_file() else _from_zero(folder)
     except UserError:
         raise
@@ -93,6 +99,16 @@ def _from_zero(folder: Path) -> dict[str, Tensor]:
         raise UserError(f"{folder}: a DeepSpeed checkpoint; pip install 'lit-refusion[deepspeed]'") from error
     with contextlib.redirect_stdout(io.StringIO()):
         return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=ZERO_TAG)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    """Write a file, behind everything that was written before, to the disk itself."""
+    if hasattr(os, "sync"):
+        os.sync()
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _remove(path: Path) -> None:

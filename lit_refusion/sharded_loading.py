@@ -110,6 +110,12 @@ def stream_weights(
             f"{files[0].parent}: {len(missing)} weights are not in its files ({missing[0]}, ...); they would start at "
             "random, so fetch the model again"
         )
+    for name, parameter in parameters.items():  # on all ranks: assigning is collective
+        found, expected = _shape(where[name], name), tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if found != expected:
+            raise UserError(
+                f"{where[name]}: weight {name} has shape {found}, the model's has {expected}; fetch it again"
+            )
     for name, tensor in _read(parameters, where, is_reader=is_reader):
         assign(parameters[name], tensor)
 
@@ -120,6 +126,11 @@ def _names(file: Path) -> list[str]:
             return list(opened.keys())
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: cannot read it: {first_line(error)}; fetch the model again") from error
+
+
+def _shape(file: Path, name: str) -> tuple[int, ...]:
+    with safe_open(file, framework="pt") as opened:
+        return tuple(opened.get_slice(name).get_shape())
 
 
 def _read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -176,4 +177,9 @@ def _logger(name: str, run: Path) -> Logger:
         from lightning.pytorch.loggers import WandbLogger
     except ImportError as error:
         raise UserError("trainer.loggers: wandb needs an extra: pip install 'lit-refusion[wandb]'") from error
-    return WandbLogger(save_dir=run, name=run.name)
+    return WandbLogger(save_dir=run, name=run.name, id=_stable_id(run), resume="allow")
+
+
+def _stable_id(run: Path) -> str:
+    """The name under which wandb goes on with a run that is resumed."""
+    return hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]

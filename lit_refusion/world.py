@@ -59,5 +59,7 @@ def _slurm(environment: Mapping[str, str]) -> World | None:
     """A job step that `srun` started; an interactive shell has no tasks of its own."""
     if "SLURM_NTASKS" not in environment or environment.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return None
-    nodes = int(environment.get("SLURM_NNODES", 1))
-    return World(devices=int(environment["SLURM_NTASKS"]) // nodes, num_nodes=nodes)
+    nodes, tasks = int(environment.get("SLURM_NNODES", 1)), int(environment["SLURM_NTASKS"])
+    if tasks % nodes:
+        raise UserError(f"SLURM_NTASKS={tasks}: they do not spread evenly over {nodes} nodes; use --ntasks-per-node")
+    return World(devices=tasks // nodes, num_nodes=nodes)

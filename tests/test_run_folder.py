@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import signal
@@ -18,6 +19,8 @@ import torch
 from lit_refusion.cli import main
 from lit_refusion.errors import UserError
 from lit_refusion.run_folder import (
+    FILES,
+    RECORD_FILE,
     RECORD_KEY,
     AtomicCheckpointIO,
     checkpoint_path,
@@ -254,9 +257,18 @@ def test_a_flipped_bit_in_the_length_of_a_name_is_seen(tmp_path: Path) -> None:
     assert not is_whole(path)
 
 
-def test_a_folder_of_a_sharded_strategy_is_taken_as_it_is(tmp_path: Path) -> None:
-    checkpoint_path(tmp_path, "last").mkdir(parents=True)
-    assert resume_point(tmp_path, "auto") == checkpoint_path(tmp_path, "last")
+def test_a_folder_of_a_sharded_strategy_is_whole_with_all_its_files(tmp_path: Path) -> None:
+    last = checkpoint_path(tmp_path, "last")
+    (last / "part").mkdir(parents=True)
+    (last / "part" / "a.pt").write_bytes(b"12345")
+    assert not is_whole(last)  # the list of the files is written last
+    (last / RECORD_FILE).write_text(json.dumps({RECORD_KEY: {}, FILES: {"part/a.pt": 5}}))
+    assert is_whole(last)
+    assert resume_point(tmp_path, "auto") == last
+    (last / "part" / "a.pt").write_bytes(b"1234")
+    assert not is_whole(last)
+    (last / "part" / "a.pt").unlink()
+    assert not is_whole(last)
 
 
 # The one to go on from

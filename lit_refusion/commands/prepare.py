@@ -12,7 +12,8 @@ from rich.table import Table
 
 from lit_refusion.commands import compose
 from lit_refusion.data.prepare import PrepareConfig, Prepared, prepare
-from lit_refusion.data.selection import SourceCounts
+from lit_refusion.data.remote import is_remote
+from lit_refusion.data.selection import DUPLICATE, SourceCounts
 from lit_refusion.data.shards import Manifest
 from lit_refusion.data.verification import verify
 from lit_refusion.errors import UserError
@@ -35,11 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
     times = (TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn())
     with Progress(*columns, *times, console=console, disable=not console.is_terminal) as progress:
         if is_check:
-            return _verify(Path(config["data"]["folder"]), progress)
+            return _verify(config["data"]["folder"], progress)
         return _prepare(config, progress)
 
 
-def _verify(folder: Path, progress: Progress) -> int:
+def _verify(origin: str, progress: Progress) -> int:
+    if is_remote(origin):
+        raise UserError(f"data.folder={origin}: give the local folder; remote files are checked as they are fetched")
+    folder = Path(origin)
     problems = list(verify(folder, progress=progress))
     for problem in problems:
         print(problem)
@@ -75,7 +79,7 @@ def _report(prepared: Prepared, settings: PrepareConfig) -> None:
         dropped = ", ".join(f"{number:,} {reason}" for reason, number in count.dropped.items()) or "none"
         repeats = f", repeated {count.repeats:,}" if count.repeats else ""
         print(f"{count.name}: read {count.read:,}, kept {count.kept:,}, dropped {dropped}{repeats}")
-        if count.duplicates and "duplicate" not in count.refused:
+        if count.duplicates and DUPLICATE not in count.refused:
             print(f"{count.name}: {count.duplicates:,} examples repeat an earlier text; deduplicate=true drops them")
     manifest = prepared.manifest
     if manifest is None:

@@ -218,6 +218,8 @@ def _members(path: Path, archive: tarfile.TarFile) -> Iterator[dict[str, Any]]:
     for info in archive:
         file = archive.extractfile(info) if info.isfile() else None
         if file is not None:
+            if info.size > MAX_LINE:
+                raise tarfile.ReadError(f"{info.name} has more than {MAX_LINE >> 20} MB")
             yield {"fname": info.name, "data": file.read(), "__url__": str(path)}
         archive.members = []  # type: ignore[attr-defined]  # it would keep every header
 

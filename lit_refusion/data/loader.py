@@ -31,7 +31,8 @@ class LoaderConfig:
     """How examples become batches.
 
     Args:
-        layout: "padded" puts one example in a row; "packed" puts several, in rows of at most `max_row_length` tokens.
+        layout: "padded" puts one example in a row; "packed" puts several, in rows of at most `max_row_length` tokens; a
+            view that is longer by itself (two copies, padding to a multiple) gets a row of its own.
         micro_batch_size: examples per forward pass and device.
         max_row_length: row length of "packed", in tokens.
         pad_to_multiple: row lengths are rounded up to a multiple of this.
@@ -207,7 +208,10 @@ class DataModule(L.LightningDataModule):
         self.shards, self.objective, self.config = shards, objective, config
         self.mask_token_id, self.seed = mask_token_id, seed
         train, validation = split.split(shards, config.validation_fraction)
-        train = split.smallest_keys(shards, train, config.max_training_examples)
+        found, wanted = split.num_examples(train), config.max_training_examples
+        if wanted is not None and wanted > found:
+            raise UserError(f"loader.max_training_examples={wanted}: there are only {found}; lower it, or null for all")
+        train = split.smallest_keys(shards, train, wanted)
         validation = split.smallest_keys(shards, validation, config.max_validation_examples)
         self.validation_indices = split.numbers(validation)
         weights = _weights(config.mixture, [source["name"] for source in shards.manifest.sources])

@@ -13,7 +13,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lit_refusion.chat import PromptFormat, encode, encode_responses
-from lit_refusion.data.formats import BadRecordError, num_rows, read_hub, read_raw
+from lit_refusion.data.formats import BadRecordError, Sample, num_rows, read_hub, read_raw
 from lit_refusion.data.records import Conversation, Fields, parse_record
 from lit_refusion.data.sources import Source
 from lit_refusion.errors import UserError
@@ -34,7 +34,7 @@ from lit_refusion.tokenizer import load_tokenizer
 BLOCK_SIZE = 8192
 """Records of a block. Memory and lost work are bounded by it."""
 BLOCK_BYTES = 2**26
-"""Bytes of JSON lines that end a block early (64 MB)."""
+"""Bytes of records, about, that end a block early (64 MB)."""
 TOKENIZE_BATCH = 256
 LISTED_ERRORS = 10
 FORMAT = 1
@@ -112,12 +112,23 @@ def _chunks(records: Iterator[tuple[int, Any]]) -> Iterator[list[tuple[int, Any]
     is_empty = True
     for number, raw in records:
         chunk.append((number, raw))
-        size += len(raw) if isinstance(raw, bytes) else 0
+        size += _num_bytes(raw)
         if len(chunk) == BLOCK_SIZE or size >= BLOCK_BYTES:
             yield chunk
             chunk, size, is_empty = [], 0, False
     if chunk or is_empty:
         yield chunk
+
+
+def _num_bytes(raw: Any) -> int:
+    """Bytes of text in a raw record, without the overhead of objects."""
+    if isinstance(raw, (bytes, str)):
+        return len(raw)
+    if isinstance(raw, Sample):
+        return sum(map(len, raw.members.values()))
+    if isinstance(raw, dict):
+        return sum(map(_num_bytes, raw.values()))
+    return sum(map(_num_bytes, raw)) if isinstance(raw, (list, tuple)) else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,12 +201,15 @@ def _written_whole(path: Path) -> Iterator[IO[bytes]]:
 
 
 def packed(block: Block) -> bytes:
-    """A block as bytes that depend on its content alone, not on which of its strings are one object."""
+    """A block as bytes that depend on its records and fields alone.
+
+    Not on which of its strings are one object, and not on how long the file has become behind it.
+    """
     content = io.BytesIO()
     pickler = pickle.Pickler(content, protocol=5)
     pickler.fast = True  # without the memo of objects seen before
     try:
-        pickler.dump(block)
+        pickler.dump(replace(block, position=0, total=0))
     except RecursionError as error:
         first, last = block.records[0][0], block.records[-1][0]
         raise UserError(f"{block.origin}: one of records {first} to {last} is nested too deep; remove it") from error

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from lit_refusion.errors import UserError, first_line
 
 CHUNK = 2**20
 NUM_TRIES = 10
+NUM_DOWNLOADS = 4
+PAUSE = 0.5
+"""Seconds before the second try; doubled before each further one."""
+PASSING = (asyncio.TimeoutError, ConnectionError, aiohttp.ClientError)
+"""Failures that may pass."""
 MARK = ".fetched"
 """File that marks a folder as the cache's own, so that nothing else is ever removed."""
 
@@ -106,7 +115,7 @@ class RemoteFolder:
                     return path
                 temporary = path.with_name(f".{path.name}.partial")
                 try:
-                    found = self._download(source, temporary)
+                    found = self._download_patiently(source, temporary)
                     if found != file["sha256"]:
                         raise UserError(f"{source}: damaged or changed (its checksum is not that of the manifest)")
                     self._keep(temporary, path)
@@ -122,6 +131,17 @@ class RemoteFolder:
             except FileNotFoundError:
                 continue
         raise UserError(f"cache.max_gigabytes={self.cache.max_gigabytes}: too small for the processes that share it")
+
+    def _download_patiently(self, source: str, target: Path) -> str:
+        """A download that outlives a short failure of the network."""
+        for number in range(NUM_DOWNLOADS - 1):
+            try:
+                return self._download(source, target)
+            except UserError as error:
+                if not isinstance(error.__cause__, PASSING):
+                    raise
+                time.sleep(PAUSE * 2**number)
+        return self._download(source, target)
 
     def _download(self, source: str, target: Path) -> str:
         digest = hashlib.sha256()

@@ -10,6 +10,8 @@ import numpy as np
 from lit_refusion.data.permutation import mix
 from lit_refusion.data.sources import Source
 
+DUPLICATE = "duplicate"
+
 
 @dataclass(kw_only=True)
 class SourceCounts:
@@ -20,7 +22,7 @@ class SourceCounts:
         read: records read.
         kept: examples of the data set, repeats included.
         repeats: further copies that its weight asked for.
-        duplicates: examples whose text came before in this source or an earlier one, whether dropped or not.
+        duplicates: examples that passed the filters and whose text was kept before, in this source or an earlier one.
         dropped: examples lost to the first rule that refused them.
         refused: examples that each filter would refuse, whatever the others do.
     """
@@ -81,22 +83,23 @@ def select(
         num_examples: size of the subset over all sources; None for everything.
         seed: keys the hash.
     """
-    is_first = np.zeros(len(entries), bool)
-    is_first[np.unique(entries["key"], return_index=True)[1]] = True
     ranks = mix(entries["key"], seed)
-    chosen = []
+    chosen: list[np.ndarray] = []
     for source, (start, stop), count in zip(sources, bounds, counts, strict=True):
         numbers = np.arange(start, stop)
         refused = filters(entries[start:stop], source, max_length=max_length)
-        count.duplicates = int((~is_first[start:stop]).sum())
-        if source.deduplicate:
-            refused["duplicate"] = ~is_first[start:stop]
         count.refused = {name: int(flags.sum()) for name, flags in refused.items()}
         is_left = np.ones(len(numbers), bool)
         for name, flags in refused.items():
             count.drop(name, int((is_left & flags).sum()))
             is_left &= ~flags
         numbers = numbers[is_left]
+        is_new = _is_new(entries["key"][numbers], [entries["key"][earlier] for earlier in chosen])
+        count.duplicates = int((~is_new).sum())
+        if source.deduplicate:
+            count.refused[DUPLICATE] = count.duplicates
+            count.drop(DUPLICATE, count.duplicates)
+            numbers = numbers[is_new]
         if source.max_examples is not None:
             kept = smallest(ranks[numbers], source.max_examples)
             count.drop(f"beyond max_examples {source.max_examples}", len(numbers) - len(kept))
@@ -112,6 +115,15 @@ def select(
     for number, count in enumerate(counts):
         count.kept = int((source_of == number).sum())
     return rows[np.lexsort((rows, entries["key"][rows], source_of))]
+
+
+def _is_new(keys: np.ndarray, earlier: Sequence[np.ndarray]) -> np.ndarray:
+    """[N] bool: whether a key is the first of its kind, here and among those that earlier sources have kept."""
+    is_new = np.zeros(len(keys), bool)
+    is_new[np.unique(keys, return_index=True)[1]] = True
+    for kept in earlier:
+        is_new &= ~np.isin(keys, kept)
+    return is_new
 
 
 def _weighted(numbers: np.ndarray, ranks: np.ndarray, source: Source, count: SourceCounts) -> np.ndarray:

@@ -131,6 +131,7 @@ class Shards:
 
     def _open(self) -> None:
         self._files: OrderedDict[int, int] = OrderedDict()  # shard -> file descriptor, least recently used first
+        self._stops = [stop for _, stop in self.manifest.bounds()]
         self.index = self._array(INDEX, INDEX_DTYPE)
         self.keys = self._array(KEYS, np.dtype(np.uint64))
 
@@ -148,6 +149,15 @@ class Shards:
     def __getitem__(self, number: int) -> Example:
         if not 0 <= number < len(self):
             raise IndexError(f"example {number} of {len(self)}")
+        try:
+            return self._example(number)
+        except UserError:
+            if self._remote is None:
+                raise
+            self._forget(number // self.manifest.examples_per_shard)  # the copy is damaged: fetch it once more
+            return self._example(number)
+
+    def _example(self, number: int) -> Example:
         entry = self.index[number]
         dtype = np.dtype(self.manifest.dtype)
         num_prompt, num_bytes = int(entry["prompt_length"]), (int(entry["length"]) + 1) * dtype.itemsize
@@ -155,10 +165,9 @@ class Shards:
         data = self._read(shard, num_bytes, int(entry["offset"])) if num_bytes > 0 else b""
         tokens = np.frombuffer(data, dtype).astype(np.int64) if len(data) == num_bytes else np.zeros(0, np.int64)
         if len(tokens) == 0 or tokens[0] != num_prompt or token_digest(tokens[1:], num_prompt) != entry["digest"]:
-            remedy = "run `lit-refusion prepare verify`, or prepare the data again"
             raise UserError(
                 f"{self.folder / self.manifest.shards[shard]['name']}: example {number} is damaged (its checksum "
-                f"differs from the index); {'remove this copy, it is fetched again' if self._remote else remedy}"
+                "differs from the index); run `lit-refusion prepare verify`, or prepare the data again"
             )
         return Example(
             index=number,
@@ -179,13 +188,18 @@ class Shards:
         """[V] occurrences of each token id."""
         return self._array(TOKEN_COUNTS, np.dtype(np.int64), length=None)
 
+    def _forget(self, shard: int) -> None:
+        """Remove the local copy of a remote shard."""
+        if shard in self._files:
+            os.close(self._files.pop(shard))
+        (self.folder / self.manifest.shards[shard]["name"]).unlink(missing_ok=True)
+
     def _needed(self) -> list[dict[str, Any]]:
         """The files beside the shards that reading takes: all but the picture."""
         return [file for file in self.manifest.files if file["name"] != PICTURE]
 
     def _source(self, number: int) -> str:
-        stops = [stop for _, stop in self.manifest.bounds()]
-        return self.manifest.sources[int(np.searchsorted(stops, number, side="right"))]["name"]
+        return self.manifest.sources[int(np.searchsorted(self._stops, number, side="right"))]["name"]
 
     def __del__(self) -> None:
         for descriptor in self.__dict__.get("_files", {}).values():

@@ -31,7 +31,7 @@ class Source:
         max_prompt_tokens: examples with a longer prompt (chat template included) are dropped; null for no limit.
         max_tokens: examples with more tokens, prompt and response, are dropped; null for no limit.
         min_response_tokens: examples with a shorter response (end-of-sequence included) are dropped.
-        deduplicate: drop examples whose text came before, in this source or in an earlier one.
+        deduplicate: drop examples whose text was kept before, from this source or from an earlier one.
     """
 
     name: str

@@ -65,7 +65,8 @@ def _content(shards: Shards, progress: Progress | None) -> Iterator[str]:
         except (tarfile.TarError, ValueError, OSError) as error:
             yield f"{path}: not a WebDataset of arrays: {first_line(error)}"
     for start, stop in manifest.bounds():
-        if (shards.keys[start : stop - 1] > shards.keys[start + 1 : stop]).any():
+        keys = shards.keys[start:stop]
+        if (keys[:-1] > keys[1:]).any():
             yield f"{shards.folder}/keys.npy: keys {start} to {stop - 1} are not in order"
     yield from _contradictions(shards, counts)
 

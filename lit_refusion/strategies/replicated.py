@@ -18,12 +18,13 @@ class SingleDevice(StrategyConfig):
 
     def make(self, layout: Layout) -> Strategy | str:
         """Lightning's choice for one device."""
-        if layout.world_size > 1:
-            raise UserError(f"strategy=single: {layout.world_size} devices; use strategy=ddp, or one device")
+        self.placement(layout.world_size)
         return "auto"
 
     def placement(self, world_size: int) -> Placement:
         """Nothing is shared."""
+        if world_size > 1:
+            raise UserError(f"strategy=single: {world_size} devices; use strategy=ddp, or one device")
         return Placement()
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
+from lit_refusion.data import remote as module
 from lit_refusion.data import shards as shards_module
 from lit_refusion.data.remote import CacheConfig, RemoteFolder
 from lit_refusion.data.shards import Shards
@@ -472,12 +473,31 @@ def test_a_small_file_that_is_missing_or_damaged_is_named_on_opening(
     assert len(Shards(server.url(), cache=cache)) == 60
 
 
-def test_a_copy_damaged_in_the_cache_is_noticed_at_the_read(server: Server, cache: CacheConfig) -> None:
+def test_a_copy_damaged_in_the_cache_is_fetched_again(server: Server, folder: Path, cache: CacheConfig) -> None:
     shards = Shards(server.url(), cache=cache)
     shards[19]
     flip_byte(19, 4)(shards.folder)
-    with pytest.raises(UserError, match=r"shard-00001\.tar: example 19 is damaged"):
-        Shards(server.url(), cache=cache)[19]
+    for found in (shards, Shards(server.url(), cache=cache)):
+        assert ids(found[19]) == ids(Shards(folder)[19])
+    assert server.fetched()["shard-00001.tar"] == 2
+
+
+def test_a_failure_that_passes_is_outlived(
+    server: Server, folder: Path, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAUSE", 0)
+    shards, failures = Shards(server.url(), cache=cache), [True, True]
+    real = module._opened
+
+    def fail_twice(url: str) -> Any:
+        if failures:
+            failures.pop()
+            raise aiohttp.ServerDisconnectedError
+        return real(url)
+
+    monkeypatch.setattr(module, "_opened", fail_twice)
+    assert ids(shards[0]) == ids(Shards(folder)[0])
+    assert not failures
 
 
 def test_a_folder_that_is_not_there_is_named(server: Server, folder: Path, cache: CacheConfig) -> None:

@@ -216,7 +216,7 @@ def slow_rank(key: int, seed: int) -> int:
     return finalise(key ^ finalise((seed + 1) * 0x9E3779B97F4A7C15 % 2**64))
 
 
-def slow_reasons(entry: Entry, source: Source, is_duplicate: bool) -> list[str]:
+def slow_reasons(entry: Entry, source: Source) -> list[str]:
     _, prompt, response = entry
     reasons = []
     if prompt == 0:
@@ -229,15 +229,12 @@ def slow_reasons(entry: Entry, source: Source, is_duplicate: bool) -> list[str]:
         reasons.append(f"over {source.max_tokens} tokens")
     if response < source.min_response_tokens:
         reasons.append(f"response under {source.min_response_tokens} tokens")
-    if source.deduplicate and is_duplicate:
-        reasons.append("duplicate")
     return reasons
 
 
 def slow_select(
     entries: list[list[Entry]], sources: list[Source], num_examples: int | None, seed: int
 ) -> tuple[list[int], list[dict[str, Any]]]:
-    seen: set[int] = set()
     chosen: list[tuple[int, int, int]] = []  # source, key, number
     figures = []
     number = 0
@@ -245,16 +242,21 @@ def slow_select(
         dropped: Counter[str] = Counter()
         refused: Counter[str] = Counter()
         duplicates, left = 0, []
+        seen = {key for _, key, _ in chosen}  # what earlier sources have kept, and what this one lets pass
         for entry in own:
-            is_duplicate = entry[0] in seen
-            duplicates += is_duplicate
-            seen.add(entry[0])
-            reasons = slow_reasons(entry, source, is_duplicate)
+            reasons = slow_reasons(entry, source)
             refused.update(reasons)
             if reasons:
                 dropped[reasons[0]] += 1
             else:
-                left.append((slow_rank(entry[0], seed), number, entry[0]))
+                is_duplicate = entry[0] in seen
+                seen.add(entry[0])
+                duplicates += is_duplicate
+                if is_duplicate and source.deduplicate:
+                    refused["duplicate"] += 1
+                    dropped["duplicate"] += 1
+                else:
+                    left.append((slow_rank(entry[0], seed), number, entry[0]))
             number += 1
         left.sort()
         if source.max_examples is not None:
