@@ -1,6 +1,6 @@
 """How fast data is prepared and loaded: `python -m benchmarks.data --records FILE.jsonl --tokenizer FOLDER`.
 
-Prints Markdown tables. Every comparison is made within one run, repetition by repetition, and given as a ratio too.
+Prints Markdown tables. Each figure is of one run; comparisons are made within one call, and given as ratios too.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import platform
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -46,8 +47,8 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
         raise
     finally:
         faulthandler.disable()
-        if had_faulthandler:
-            faulthandler.enable()
+        if had_faulthandler and sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__)
         LOGGER.setLevel(level)
         logging.captureWarnings(False)
         for logger in loggers:
