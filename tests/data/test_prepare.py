@@ -1109,7 +1109,7 @@ def test_the_command_reports_what_it_wrote(
     kept = manifest.num_examples
     assert capsys.readouterr().out.splitlines() == [
         f"files: read 63, kept {kept}, dropped {dropped} longer than max_length 31, repeated {kept // 2}",
-        "files: 3 examples repeat an earlier text; deduplicate=true drops them",
+        "files: 2 examples repeat an earlier text; deduplicate=true drops them",
         f"{tmp_path}/out/data: {kept} examples, {tokens:,} tokens ({manifest.num_response_tokens:,} in responses), "
         f"longest {manifest.longest}, 1 shards",
     ]
