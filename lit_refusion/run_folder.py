@@ -24,7 +24,7 @@ RECORD_KEY = "lit_refusion"
 
 RECORD_FILE = "lit_refusion.json"
 """The same record as a file, in checkpoints that are folders; written last, with the sizes of the other files."""
-FILES = "files"
+FILES, STEP = "files", "global_step"
 
 
 def checkpoint_path(run: Path, name: str) -> Path:
@@ -142,6 +142,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             link.replace(previous)
         except OSError:  # a file system without links
             last.replace(previous)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step that a whole checkpoint was saved at; no tensor is read."""
+    if checkpoint.is_dir():
+        return json.loads((checkpoint / RECORD_FILE).read_text(encoding="utf-8"))[STEP]
+    return torch.load(checkpoint, map_location="meta", mmap=True, weights_only=True)[STEP]
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lit_refusion.errors import UserError, first_line
-from lit_refusion.run_folder import FILES, LAST, PREVIOUS, RECORD_FILE, RECORD_KEY, is_whole
+from lit_refusion.run_folder import FILES, LAST, PREVIOUS, RECORD_FILE, RECORD_KEY, STEP, is_whole
 
 MODEL_STATE = "state_dict."
 """What Lightning puts before the names of parameters in a distributed checkpoint."""
@@ -29,13 +29,13 @@ ZERO_TAG = "checkpoint"
 
 
 @contextmanager
-def replacing(target: Path, strategy: Strategy, *, record: dict[str, Any]) -> Iterator[Path]:
+def replacing(target: Path, strategy: Strategy, *, saved: dict[str, Any]) -> Iterator[Path]:
     """A folder for all ranks to write into; it takes `target`'s name when every rank has left the block.
 
-    The last state but one stays as `previous`. The record is written as JSON as well, so that it can be read without
-    the engine that wrote the rest.
+    The last state but one stays as `previous`. Record and step of what is `saved` are written as JSON as well, so that
+    they can be read without the engine that wrote the rest.
     """
-    folder = target.with_name(f".{target.name}.partial")
+    folder, record, step = target.with_name(f".{target.name}.partial"), saved[RECORD_KEY], saved[STEP]
     if strategy.is_global_zero:
         shutil.rmtree(folder, ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def replacing(target: Path, strategy: Strategy, *, record: dict[str, Any]) -> It
         files = {
             path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()
         }
-        _write_durably(folder / RECORD_FILE, json.dumps({RECORD_KEY: record, FILES: files}))
+        _write_durably(folder / RECORD_FILE, json.dumps({RECORD_KEY: record, STEP: step, FILES: files}))
         if target.exists():
             is_previous = target.stem == LAST and is_whole(target)  # else the previous one is better
             aside = target.with_stem(PREVIOUS) if is_previous else target.with_name(f".{target.name}.old")

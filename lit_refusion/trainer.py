@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -21,7 +21,7 @@ from lit_refusion.errors import UserError, first_line
 from lit_refusion.metrics_file import CsvMetrics
 from lit_refusion.module import TrainingModule
 from lit_refusion.progress import LineLogger, ProgressBar
-from lit_refusion.run_folder import BEST, LAST, AtomicCheckpointIO, checkpoint_path
+from lit_refusion.run_folder import BEST, LAST, AtomicCheckpointIO, checkpoint_path, step_of
 from lit_refusion.strategy import Layout, StrategyConfig
 from lit_refusion.world import find_world
 
@@ -116,7 +116,7 @@ def make_trainer(
     )
     has_validation = len(data.validation_indices) > 0
     progress = ("rich" if sys.stdout.isatty() else "lines") if config.progress == "auto" else config.progress
-    loggers = [_logger(name, run) for name in config.loggers]
+    loggers = [_logger(name, run, resume_from) for name in config.loggers]
     if progress == "lines":
         loggers.append(LineLogger(max_steps, TrainingModule.shown_figures(data.objective)))
     try:
@@ -167,11 +167,13 @@ def _checkpoints(config: TrainerConfig, run: Path, *, has_validation: bool) -> l
     return [best, last]  # the saved state knows the best one
 
 
-def _logger(name: str, run: Path) -> Logger:
+def _logger(name: str, run: Path, resume_from: Path | None) -> Logger:
     if name == "csv":
         return CsvMetrics(run / "metrics.csv")
     if name == "tensorboard":
-        return TensorBoardLogger(run, name="", version="tensorboard")
+        # What was logged behind the checkpoint is trained, and logged, again.
+        purge_step: Any = None if resume_from is None else step_of(resume_from) + 1
+        return TensorBoardLogger(run, name="", version="tensorboard", purge_step=purge_step)
     try:
         import wandb  # noqa: F401
         from lightning.pytorch.loggers import WandbLogger

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning as L
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import LambdaCallback
@@ -102,22 +103,14 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         global_batch_size=config.trainer.global_batch_size,
     )
     max_steps = config.trainer.max_steps or data.plan.num_steps(config.trainer.epochs or 0)
-    spec = config.objective.spec(backbone.mask_token_id)
-    record = {
-        "config": resolved,
-        "spec": spec.to_dict(),
-        "data_fingerprint": shards.manifest.content_fingerprint,
-        "tokenizer_fingerprint": shards.manifest.tokenizer_fingerprint,
-        "model_config": backbone.model.config.to_dict(),
-        "prompt_format": shards.manifest.prompt_format,
-    }
+    spec = config.objective.spec(backbone.mask_token_id).to_dict()
     module = TrainingModule(
         backbone,
         config.objective,
         optimizer=config.optimizer,
         max_steps=max_steps,
         log_every=config.trainer.log_every,
-        record=record,
+        record=_record(resolved, spec, shards, backbone),
         force_resume=config.resume == "force",
     )
     run.mkdir(parents=True, exist_ok=True)
@@ -134,10 +127,27 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         callbacks=[origin, stop],
     )
     if trainer.is_global_zero:
-        print(
-            _header(config, spec=spec.to_dict(), backbone=backbone, data=data, max_steps=max_steps),
-            flush=True,
-        )
+        print(_header(config, spec=spec, backbone=backbone, data=data, max_steps=max_steps), flush=True)
+    _fit(trainer, module, data, run=run, resume_from=resume_from)
+    score = trainer.callback_metrics.get("val/loss")
+    loss = None if score is None else float(score)
+    return TrainResult(run, trainer.global_step, stop.was_stopped, loss, trainer.is_global_zero)
+
+
+def _record(resolved: dict[str, Any], spec: dict[str, Any], shards: Shards, backbone: Backbone) -> dict[str, Any]:
+    """What every checkpoint says of its origin."""
+    return {
+        "config": resolved,
+        "spec": spec,
+        "data_fingerprint": shards.manifest.content_fingerprint,
+        "tokenizer_fingerprint": shards.manifest.tokenizer_fingerprint,
+        "model_config": backbone.model.config.to_dict(),
+        "prompt_format": shards.manifest.prompt_format,
+    }
+
+
+def _fit(trainer: L.Trainer, module: TrainingModule, data: DataModule, *, run: Path, resume_from: Path | None) -> None:
+    """Train, without the warnings that do not concern us, with a log of this rank."""
     with warnings.catch_warnings():
         # The loader resumes from the step by itself; Lightning cannot know.
         warnings.filterwarnings("ignore", ".*resuming from a checkpoint that ended.*")
@@ -150,9 +160,6 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
                 trainer.fit(module, data, ckpt_path=resume_from, weights_only=True)
         finally:
             data.release_workers()
-    score = trainer.callback_metrics.get("val/loss")
-    loss = None if score is None else float(score)
-    return TrainResult(run, trainer.global_step, stop.was_stopped, loss, trainer.is_global_zero)
 
 
 @rank_zero_only

@@ -163,6 +163,27 @@ def test_figures_of_several_steps_stand_at_the_same_steps_after_a_kill(
     assert steps_with("train/loss", tmp_path / "run") == steps_with("train/loss", whole("ar", "trainer.log_every=3"))
 
 
+def test_tensorboard_shows_every_step_once_after_a_kill(data: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    command = arguments(data, tmp_path / "run", "ar", "trainer.loggers=[csv,tensorboard]")
+    assert begin(command, Blow(signal.SIGKILL, "training", 5)).wait() == -signal.SIGKILL
+    finish(command)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
+
+
+def test_a_run_with_a_relative_folder_keeps_its_best_checkpoint(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = arguments(data, Path("run"), "ar", "trainer.max_steps=4")
+    assert main(command) == 0
+    assert main([*command, "trainer.max_steps=6"]) == 0
+    assert "dirpath has changed" not in Path("run/logs/rank-0.log").read_text()
+
+
 def test_a_run_folder_that_was_moved_keeps_its_best_checkpoint(data: Path, tmp_path: Path) -> None:
     """All validations of a run that does not learn give one number, and the first of them is the best."""
     still = "optimizer.learning_rate=1e-20"

@@ -21,7 +21,6 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 from lit_refusion.backbone import Backbone
 from lit_refusion.errors import UserError
 from lit_refusion.memory import Placement
-from lit_refusion.run_folder import RECORD_KEY
 from lit_refusion.sharded_checkpoint import ZERO_TAG, replacing
 from lit_refusion.sharded_loading import is_skeleton, materialise_own, stream_weights
 from lit_refusion.strategy import Layout, StrategyConfig, check_timeout
@@ -178,7 +177,7 @@ class ZeRO(DeepSpeedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Every rank writes its share beside the target; rank 0 renames the folder when all are done."""
-        with replacing(Path(self.broadcast(filepath)), self, record=checkpoint[RECORD_KEY]) as folder:
+        with replacing(Path(self.broadcast(filepath)), self, saved=checkpoint) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import distribute_tensor
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.memory import Placement
-from lit_refusion.run_folder import RECORD_KEY
 from lit_refusion.sharded_checkpoint import replacing
 from lit_refusion.sharded_loading import materialise, stream_weights
 from lit_refusion.strategy import Layout, StrategyConfig, check_timeout
@@ -105,5 +104,5 @@ class FullyShard(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Every rank writes its share beside the target; rank 0 renames the folder when all are done."""
-        with replacing(Path(self.broadcast(filepath)), self, record=checkpoint[RECORD_KEY]) as folder:
+        with replacing(Path(self.broadcast(filepath)), self, saved=checkpoint) as folder:
             super().save_checkpoint(checkpoint, folder, storage_options)
