@@ -392,7 +392,11 @@ def test_subsets_are_the_smallest_hashes_of_their_side(two_sources: Path) -> Non
     part = data_module(shards, max_training_examples=9, max_validation_examples=5)
     assert training_indices(part) == smallest(training_indices(whole), 9)
     assert part.validation_indices.tolist() == smallest(whole.validation_indices.tolist(), 5)
-    more = data_module(shards, max_training_examples=10**6, max_validation_examples=10**6)
+    with pytest.raises(
+        UserError, match=r"loader\.max_training_examples=1000000: there are only \d+; lower it, or null"
+    ):
+        data_module(shards, max_training_examples=10**6)
+    more = data_module(shards, max_validation_examples=10**6)
     assert training_indices(more) == training_indices(whole)
     assert more.validation_indices.tolist() == whole.validation_indices.tolist()
 
