@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 from rich.progress import track
 
 from lit_refusion.data.shard_writing import EXAMPLE_DTYPE, describe, write_shard
-from lit_refusion.data.shards import INDEX, INDEX_DTYPE, KEYS, TOKEN_COUNTS, Manifest, Shards
+from lit_refusion.data.shards import INDEX, INDEX_DTYPE, KEYS, TOKEN_COUNTS, Manifest, Shards, index_figures
 from lit_refusion.examples import token_digest
 from lit_refusion.processes import in_order, num_cores
 
@@ -52,18 +51,14 @@ def write(folder: Path, model: Shards, *, num_examples: int) -> None:
     np.save(folder / KEYS, np.sort(rng.integers(0, 2**64, num_examples, dtype=np.uint64)))
     np.save(folder / TOKEN_COUNTS, token_counts)
     shutil.copytree(model.folder / "tokenizer", folder / "tokenizer")
-    num_prompt_tokens = int(index["prompt_length"].sum(dtype=np.int64))
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".tar")
     Manifest(
+        **index_figures(index),
         num_examples=num_examples,
-        num_prompt_tokens=num_prompt_tokens,
-        num_response_tokens=int(index["length"].sum(dtype=np.int64)) - num_prompt_tokens,
-        longest=int(index["length"].max()),
         max_length=model.manifest.max_length,
         examples_per_shard=size,
         dtype=dtype.name,
         tokenizer_fingerprint=model.manifest.tokenizer_fingerprint,
-        content_fingerprint=hashlib.sha256(index["digest"].tobytes()).hexdigest()[:32],
         prompt_format=model.manifest.prompt_format,
         sources=[{**model.manifest.sources[0], "kept": num_examples}],
         shards=shards,

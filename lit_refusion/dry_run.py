@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from lit_refusion.data.plan import accumulation
@@ -38,8 +37,7 @@ def report(config: TrainConfig, world: World, *, job: str | None) -> list[str]:
     model = _model_config(config, shards)
     shape = Shape.of(model)
     tokens, supervised, origin = _largest_batch(config, shards)
-    on_cuda = torch.cuda.is_available() and trainer.accelerator != "cpu"
-    is_bf16 = trainer.precision == "bf16-mixed" or (trainer.precision == "auto" and on_cuda)
+    is_bf16 = trainer.chosen_precision == "bf16-mixed"
     parts = estimate(
         shape,
         config.strategy.placement(world.size),

@@ -103,8 +103,7 @@ def _from_zero(folder: Path) -> dict[str, Tensor]:
 
 def _write_durably(path: Path, text: str) -> None:
     """Write a file, behind everything that was written before, to the disk itself."""
-    if hasattr(os, "sync"):
-        os.sync()
+    os.sync()
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

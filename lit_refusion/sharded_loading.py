@@ -103,7 +103,8 @@ def stream_weights(
         UserError: a weight is missing or has another shape, or a file is damaged.
     """
     parameters = dict(model.named_parameters())  # tied ones once
-    where = {name: file for file in files for name in _names(file)}
+    shapes = {file: _shapes(file) for file in files}
+    where = {name: file for file, its_shapes in shapes.items() for name in its_shapes}
     missing = sorted(set(parameters) - set(where))
     if missing:
         raise UserError(
@@ -111,7 +112,7 @@ def stream_weights(
             "random, so fetch the model again"
         )
     for name, parameter in parameters.items():  # on all ranks: assigning is collective
-        found, expected = _shape(where[name], name), tuple(getattr(parameter, "ds_shape", parameter.shape))
+        found, expected = shapes[where[name]][name], tuple(getattr(parameter, "ds_shape", parameter.shape))
         if found != expected:
             raise UserError(
                 f"{where[name]}: weight {name} has shape {found}, the model's has {expected}; fetch it again"
@@ -120,17 +121,13 @@ def stream_weights(
         assign(parameters[name], tensor)
 
 
-def _names(file: Path) -> list[str]:
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every weight in a file, from its header."""
     try:
         with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: cannot read it: {first_line(error)}; fetch the model again") from error
-
-
-def _shape(file: Path, name: str) -> tuple[int, ...]:
-    with safe_open(file, framework="pt") as opened:
-        return tuple(opened.get_slice(name).get_shape())
 
 
 def _read(

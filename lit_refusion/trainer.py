@@ -23,7 +23,7 @@ from lit_refusion.module import TrainingModule
 from lit_refusion.progress import LineLogger, ProgressBar
 from lit_refusion.run_folder import BEST, LAST, AtomicCheckpointIO, checkpoint_path, step_of
 from lit_refusion.strategy import Layout, StrategyConfig
-from lit_refusion.world import find_world
+from lit_refusion.world import World, find_world
 
 POSITIVE_SETTINGS = ("max_steps", "epochs", "global_batch_size", "gradient_clip", "validate_every", "log_every",
                      "checkpoint_every")  # fmt: skip
@@ -85,6 +85,21 @@ class TrainerConfig:
             if value is not None and value <= 0:
                 raise UserError(f"trainer.{name}={value}: must be positive")
 
+    @property
+    def on_cuda(self) -> bool:
+        """Whether training runs on GPUs."""
+        return torch.cuda.is_available() and self.accelerator != "cpu"
+
+    @property
+    def chosen_precision(self) -> str:
+        """The precision, with "auto" resolved."""
+        return ("bf16-mixed" if self.on_cuda else "32-true") if self.precision == "auto" else self.precision
+
+    @property
+    def world(self) -> World:
+        """The processes of the run."""
+        return find_world(self.devices, self.num_nodes, on_cuda=self.on_cuda)
+
 
 def make_trainer(
     config: TrainerConfig,
@@ -101,16 +116,14 @@ def make_trainer(
     Raises:
         UserError: the batch does not divide, or Lightning refuses the settings.
     """
-    on_cuda = torch.cuda.is_available() and config.accelerator != "cpu"
-    if config.accelerator == "gpu" and not on_cuda:
+    if config.accelerator == "gpu" and not config.on_cuda:
         raise UserError("trainer.accelerator=gpu: no CUDA device here; use auto or cpu")
-    precision = ("bf16-mixed" if on_cuda else "32-true") if config.precision == "auto" else config.precision
-    world = find_world(config.devices, config.num_nodes, on_cuda=on_cuda)
+    world = config.world
     micro_batches = data.num_micro_batches(world.size)
     layout = Layout(
         world_size=world.size,
-        on_cuda=on_cuda,
-        precision=precision,
+        on_cuda=config.on_cuda,
+        precision=config.chosen_precision,
         micro_batch_size=data.config.micro_batch_size,
         resume_from=resume_from,
     )
@@ -129,8 +142,8 @@ def make_trainer(
             limit_val_batches=None if has_validation else 0,
             num_sanity_val_steps=0,
             log_every_n_steps=1,
-            precision=strategy.lightning_precision(precision),
-            accelerator="gpu" if on_cuda else "cpu",
+            precision=strategy.lightning_precision(config.chosen_precision),
+            accelerator="gpu" if config.on_cuda else "cpu",
             devices=world.devices,
             num_nodes=world.num_nodes,
             strategy=strategy.make(layout),

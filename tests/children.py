@@ -14,6 +14,7 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -94,6 +95,15 @@ def metrics(folder: Path) -> list[dict[str, str]]:
 def figures(folder: Path) -> list[dict[str, str]]:
     """The logged rows without the speed, which differs between two runs of the same numbers."""
     return [{name: x for name, x in row.items() if name != "train/tokens_per_second"} for row in metrics(folder)]
+
+
+def as_it_was(folder: Path) -> Path:
+    """The folder as it was at the first call, whatever has been done to it since."""
+    kept = folder.with_name("kept")
+    if not kept.exists():
+        shutil.copytree(folder, kept)
+    shutil.rmtree(folder)
+    return Path(shutil.copytree(kept, folder))
 
 
 def steps_with(figure: str, folder: Path) -> list[int]:

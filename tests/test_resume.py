@@ -23,6 +23,7 @@ from tests.children import (
     PACKED,
     Blow,
     Child,
+    as_it_was,
     assert_same_run,
     assert_same_state,
     checkpoint,
@@ -364,11 +365,7 @@ def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def unfinished(killed: Path) -> Path:
     """The killed run at its place, as it was."""
-    kept = killed.with_name("kept")
-    if not kept.exists():
-        shutil.copytree(killed, kept)
-    shutil.rmtree(killed)
-    return Path(shutil.copytree(kept, killed))
+    return as_it_was(killed)
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import signal
 import struct
 import zipfile
@@ -28,7 +27,7 @@ from lit_refusion.run_folder import (
     load_checkpoint,
     resume_point,
 )
-from tests.children import Blow, assert_same_run, checkpoint, command, prepared_data, run, start, train
+from tests.children import Blow, as_it_was, assert_same_run, checkpoint, command, prepared_data, run, start, train
 
 NAMES = ("last", "previous")
 
@@ -384,11 +383,7 @@ def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def unfinished(killed: Path) -> Path:
     """The killed run at its place, as it was."""
-    kept = killed.with_name("kept")
-    if not kept.exists():
-        shutil.copytree(killed, kept)
-    shutil.rmtree(killed)
-    return Path(shutil.copytree(kept, killed))
+    return as_it_was(killed)
 
 
 @pytest.mark.parametrize("how", DAMAGES)

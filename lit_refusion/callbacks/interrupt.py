@@ -13,6 +13,12 @@ INTERRUPTED = 130
 """Exit code of a run that a signal has stopped."""
 
 
+def is_validated(trainer: L.Trainer, validate_every: int | None) -> bool:
+    """Whether the step just made is followed by a validation: one in `validate_every`, and the last; None for never."""
+    step = trainer.global_step
+    return validate_every is not None and (step % validate_every == 0 or step >= trainer.max_steps)
+
+
 class StopGracefully(L.Callback):
     """On the first Ctrl-C, SIGTERM or SIGUSR1 (Slurm's) finish the step and stop; the second interrupts at once.
 
@@ -39,10 +45,9 @@ class StopGracefully(L.Callback):
             return
         if trainer.world_size > 1:
             self.was_stopped = trainer.strategy.reduce_boolean_decision(self.was_stopped, all=False)
-        is_last = trainer.global_step >= trainer.max_steps
-        if self.was_stopped and not is_last and (not self.validate_every or trainer.global_step % self.validate_every):
+        if self.was_stopped and not is_validated(trainer, self.validate_every):
             trainer.limit_val_batches = 0  # Lightning validates whenever it stops, but the machine may be going away
-        if self.was_stopped or is_last:
+        if self.was_stopped or trainer.global_step >= trainer.max_steps:
             trainer.should_stop = True  # so the final state is validated, whatever the interval
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
+from lit_refusion.callbacks.interrupt import is_validated
+
 
 class SaveLast(Checkpoint):
     """Saves the state every few steps, and the one that training ends in.
@@ -32,11 +34,7 @@ class SaveLast(Checkpoint):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Save at the end of a step."""
-        step = trainer.global_step
-        is_validated = self.validate_every is not None and (
-            step % self.validate_every == 0 or step >= trainer.max_steps
-        )
-        if not trainer.fit_loop._should_accumulate() and not is_validated:
+        if not trainer.fit_loop._should_accumulate() and not is_validated(trainer, self.validate_every):
             self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

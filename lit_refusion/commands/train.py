@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
 from lit_refusion.callbacks.interrupt import INTERRUPTED
 from lit_refusion.commands import compose
 from lit_refusion.dry_run import report
 from lit_refusion.schema import build
 from lit_refusion.training import TrainConfig, train
-from lit_refusion.world import find_world
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -21,9 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config is None:
         return 0
     settings = build({**config, "data": config["data"]["folder"]}, TrainConfig)
-    trainer = settings.trainer
-    on_cuda = torch.cuda.is_available() and trainer.accelerator != "cpu"
-    world = find_world(trainer.devices, trainer.num_nodes, on_cuda=on_cuda)
+    world = settings.trainer.world
     options = ["--config-dir", str(Path(arguments.config_dir).resolve())] if arguments.config_dir else []
     job = settings.launcher.job([*options, *arguments.overrides], Path(settings.run), world)
     if settings.dry_run:

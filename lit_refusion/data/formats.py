@@ -53,7 +53,7 @@ def read_raw(path: Path, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
             return
         yield from read(path, _decompressed(path, file))
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise UserError(f"{path}: cannot read it: {first_line(error) or type(error).__name__}; is it whole?") from error
+        raise UserError(f"{path}: cannot read it: {first_line(error)}; is it whole?") from error
 
 
 def _decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:

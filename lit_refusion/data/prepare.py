@@ -8,7 +8,6 @@ function of the records and the settings alone: neither the number of processes 
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,7 +24,7 @@ from lit_refusion.data import lengths
 from lit_refusion.data.parts import LISTED_ERRORS, PART_DTYPE, Part, Tokenizing, blocks, make_part, packed
 from lit_refusion.data.selection import SourceCounts, select
 from lit_refusion.data.shard_writing import EXAMPLE_DTYPE, Shard, describe, write_shard
-from lit_refusion.data.shards import INDEX, INDEX_DTYPE, KEYS, PICTURE, TOKEN_COUNTS, Manifest
+from lit_refusion.data.shards import INDEX, INDEX_DTYPE, KEYS, PICTURE, TOKEN_COUNTS, Manifest, index_figures
 from lit_refusion.data.sources import Source
 from lit_refusion.errors import UserError
 from lit_refusion.new_folder import finish, resumable_folder
@@ -274,18 +273,13 @@ class _Preparation:
             yield shard
 
     def _manifest(self, index: np.ndarray, counts: list[SourceCounts]) -> Manifest:
-        num_prompt_tokens = int(index["prompt_length"].sum(dtype=np.int64))
         return Manifest(
+            **index_figures(index),
             num_examples=len(index),
-            num_prompt_tokens=num_prompt_tokens,
-            num_response_tokens=int(index["length"].sum(dtype=np.int64)) - num_prompt_tokens,
-            longest=int(index["length"].max()),
             max_length=self.config.max_length,
             examples_per_shard=self.config.examples_per_shard,
             dtype=self.dtype.name,
             tokenizer_fingerprint=self.fingerprint,
-            content_fingerprint=hashlib.sha256(index["digest"].tobytes()).hexdigest()[:32],
             prompt_format=asdict(self.config.prompt_format),
             sources=[asdict(count) for count in counts],
-            lengths=lengths.histogram(index["prompt_length"], index["length"]),
         )

@@ -74,11 +74,16 @@ def write_shard(
             token_counts += np.bincount(tokens, minlength=num_ids)
             array = np.concatenate([examples["prompt_length"][place : place + 1].astype(dtype), tokens])
             writer.write({"__key__": f"{first + place:09d}", "npy": array})
-    sha256 = file_sha256(temporary)
-    offsets = np.array(array_offsets(temporary), np.int64)
+    shard = Shard(
+        name=path.name,
+        num_bytes=temporary.stat().st_size,
+        sha256=file_sha256(temporary),
+        offsets=np.array(array_offsets(temporary), np.int64),
+        token_counts=token_counts,
+    )
     temporary.replace(path)
-    _write_note(note, sha256=sha256, num_bytes=path.stat().st_size, offsets=offsets, token_counts=token_counts)
-    return _read_note(note, path.name)
+    _write_note(note, shard)
+    return shard
 
 
 def file_sha256(path: Path) -> str:
@@ -118,18 +123,18 @@ def _gather(examples: np.ndarray, parts: Sequence[Path], dtype: np.dtype) -> lis
     return tokens
 
 
-def _write_note(note: Path, *, sha256: str, num_bytes: int, offsets: np.ndarray, token_counts: np.ndarray) -> None:
+def _write_note(note: Path, shard: Shard) -> None:
     temporary = note.with_suffix(".partial")
-    ids = np.flatnonzero(token_counts)
+    ids = np.flatnonzero(shard.token_counts)
     with temporary.open("wb") as file:
         np.savez(
             file,
-            sha256=sha256,
-            num_bytes=num_bytes,
-            offsets=offsets,
+            sha256=shard.sha256,
+            num_bytes=shard.num_bytes,
+            offsets=shard.offsets,
             ids=ids,
-            counts=token_counts[ids],
-            num_ids=len(token_counts),
+            counts=shard.token_counts[ids],
+            num_ids=len(shard.token_counts),
         )
     temporary.replace(note)
 

@@ -15,6 +15,7 @@ nothing needs to be read to find it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from lit_refusion.data.lengths import histogram
 from lit_refusion.data.remote import CacheConfig, RemoteFolder, is_remote
 from lit_refusion.errors import UserError
 from lit_refusion.examples import Example, token_digest
@@ -104,6 +106,18 @@ class Manifest:
             name = PurePosixPath(file["name"])
             if name.is_absolute() or ".." in name.parts:
                 raise ValueError(f"{name} lies outside the folder")
+
+
+def index_figures(index: np.ndarray) -> dict[str, Any]:
+    """What a manifest says of its index [N] INDEX_DTYPE."""
+    num_prompt_tokens = int(index["prompt_length"].sum(dtype=np.int64))
+    return {
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_response_tokens": int(index["length"].sum(dtype=np.int64)) - num_prompt_tokens,
+        "longest": int(index["length"].max()),
+        "content_fingerprint": hashlib.sha256(index["digest"].tobytes()).hexdigest()[:32],
+        "lengths": histogram(index["prompt_length"], index["length"]),
+    }
 
 
 class Shards:

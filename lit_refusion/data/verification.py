@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +9,8 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
-from lit_refusion.data.lengths import histogram
 from lit_refusion.data.shard_writing import array_offsets, file_sha256
-from lit_refusion.data.shards import INDEX, KEYS, TOKEN_COUNTS, Manifest, Shards
+from lit_refusion.data.shards import INDEX, KEYS, TOKEN_COUNTS, Manifest, Shards, index_figures
 from lit_refusion.errors import UserError, first_line
 from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
 
@@ -80,18 +78,9 @@ def _sum(one: np.ndarray, two: np.ndarray) -> np.ndarray:
 
 
 def _contradictions(shards: Shards, counts: np.ndarray) -> Iterator[str]:
-    manifest, index = shards.manifest, shards.index
-    tokenizer = load_tokenizer(shards.folder / "tokenizer")
-    num_prompt_tokens = int(index["prompt_length"].sum(dtype=np.int64))
-    pairs = {
-        "content_fingerprint": hashlib.sha256(index["digest"].tobytes()).hexdigest()[:32],
-        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
-        "longest": int(index["length"].max()),
-        "num_prompt_tokens": num_prompt_tokens,
-        "num_response_tokens": int(index["length"].sum(dtype=np.int64)) - num_prompt_tokens,
-        "lengths": histogram(index["prompt_length"], index["length"]),
-    }
-    for name, found in pairs.items():
+    manifest = shards.manifest
+    fingerprint = tokenizer_fingerprint(load_tokenizer(shards.folder / "tokenizer"))
+    for name, found in {**index_figures(shards.index), "tokenizer_fingerprint": fingerprint}.items():
         if getattr(manifest, name) != found:
             yield f"{shards.folder}/manifest.json: {name} is {getattr(manifest, name)}, the content has {found}"
     if manifest.longest > manifest.max_length:
