@@ -2,7 +2,7 @@
 
 A rule reads per-token fields and nothing else, so training, evaluation and decoding cannot disagree:
 
-    dense_mask     [B, 1, T, T] bool for SDPA (any device; the reference)
+    dense_mask     [B, 1, T, T] bool for SDPA (any device; the reference), or [B, 1, T, C + T] with a context
     block_mask     a FlexAttention BlockMask (CUDA; on CPU forward only)
     varlen_args    cu_seqlens for FlashAttention, where the rule is causal or full within a segment
 """
@@ -87,21 +87,33 @@ def _scramble(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def token_fields(batch: Batch) -> TokenFields:
-    """[B, T] fields of a batch."""
-    place = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device).expand_as(batch.input_ids)
-    return TokenFields(batch.segment_ids, place, batch.position_ids, batch.block, batch.noisy)
+def token_fields(batch: Batch, *, first_place: int = 0) -> TokenFields:
+    """[B, T] fields of a batch, whose places are counted from `first_place`."""
+    place = first_place + torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+    return TokenFields(
+        batch.segment_ids, place.expand_as(batch.input_ids), batch.position_ids, batch.block, batch.noisy
+    )
 
 
-def dense_mask(attention: Attention, batch: Batch) -> Tensor:
-    """[B, 1, T, T] bool, True = may see."""
-    fields = token_fields(batch)
-    query = TokenFields(*(field[:, :, None] for field in fields))
-    key = TokenFields(*(field[:, None, :] for field in fields))
-    return attention.allows(query, key)[:, None]
+def query_and_key_fields(batch: Batch, context: Batch | None) -> tuple[TokenFields, TokenFields]:
+    """[B, T] fields of the queries and [B, C + T] of the keys, which are the context's tokens and then the queries."""
+    if context is None:
+        fields = token_fields(batch)
+        return fields, fields
+    query = token_fields(batch, first_place=context.input_ids.shape[1])
+    pairs = zip(token_fields(context), query, strict=True)
+    return query, TokenFields(*(torch.cat(pair, dim=1) for pair in pairs))
 
 
-def block_mask(attention: Attention, batch: Batch) -> Any:
+def dense_mask(attention: Attention, batch: Batch, *, context: Batch | None = None) -> Tensor:
+    """[B, 1, T, C + T] bool, True = may see; the keys are the context's C tokens and the row's own T."""
+    query, key = query_and_key_fields(batch, context)
+    return attention.allows(
+        TokenFields(*(field[:, :, None] for field in query)), TokenFields(*(field[:, None, :] for field in key))
+    )[:, None]
+
+
+def block_mask(attention: Attention, batch: Batch, *, context: Batch | None = None) -> Any:
     """FlexAttention BlockMask of the same rule (one mask for all heads), built from the blocks that hold a pair.
 
     `create_block_mask` evaluates the rule under vmap at every call, for 0.15 to 0.3 s; reducing the dense mask takes
@@ -109,23 +121,22 @@ def block_mask(attention: Attention, batch: Batch) -> Any:
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    fields = token_fields(batch)
-    last = batch.input_ids.shape[1] - 1
+    queries, keys = query_and_key_fields(batch, context)
+    lengths = queries.place.shape[1], keys.place.shape[1]
+    last_query, last_key = lengths[0] - 1, lengths[1] - 1
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         # Whole blocks are asked for, beyond the end of the row too.
-        query = TokenFields(*(field[b, q.clamp(max=last)] for field in fields))
-        key = TokenFields(*(field[b, k.clamp(max=last)] for field in fields))
-        return attention.allows(query, key) & (q <= last) & (k <= last)
+        query = TokenFields(*(field[b, q.clamp(max=last_query)] for field in queries))
+        key = TokenFields(*(field[b, k.clamp(max=last_key)] for field in keys))
+        return attention.allows(query, key) & (q <= last_query) & (k <= last_key)
 
-    missing = -(last + 1) % BLOCK
-    pairs = F.pad(dense_mask(attention, batch)[:, 0], (0, missing, 0, missing))  # [B, T, T]
-    size = pairs.shape[1] // BLOCK
-    blocks = pairs.view(len(pairs), size, BLOCK, size, BLOCK)
-    some, whole = blocks.any(dim=4).any(dim=2), blocks.all(dim=4).all(dim=2)  # [B, T / BLOCK, T / BLOCK]
-    length = batch.input_ids.shape[1]
+    pairs = dense_mask(attention, batch, context=context)[:, 0]  # [B, T, C + T]
+    pairs = F.pad(pairs, (0, -lengths[1] % BLOCK, 0, -lengths[0] % BLOCK))
+    blocks = pairs.view(len(pairs), pairs.shape[1] // BLOCK, BLOCK, pairs.shape[2] // BLOCK, BLOCK)
+    some, whole = blocks.any(dim=4).any(dim=2), blocks.all(dim=4).all(dim=2)  # [B, T / BLOCK, (C + T) / BLOCK]
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(length, length)
+        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=lengths
     )
 
 

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_refusion.attention import Attention, block_mask, dense_mask, varlen_args
+from lit_refusion.context import Context, Prefix, Recording
 from lit_refusion.errors import UserError
+from lit_refusion.losses import LossKernel, fused_cross_entropy, token_cross_entropy
 from lit_refusion.mask_token import choose_mask_token, must_grow
 from lit_refusion.model_loading import load_pretrained, make_fresh
 from lit_refusion.sharded_loading import skeleton, weight_files
@@ -39,6 +41,8 @@ class BackboneConfig:
         init_seed: seed of the fresh weights.
         mask_token_id: null to use the tokenizer's, else a spare row.
         attention: attention kernel; sdpa runs anywhere.
+        cross_entropy: kernel of head and loss; chunked runs anywhere, liger is an extra for CUDA.
+        compile: compile the decoder layers (torch.compile) for training; costs a minute at the start.
         gradient_checkpointing: trade one more forward pass for activation memory.
         trust_remote_code: run code from the model's repository; only for repositories you trust.
     """
@@ -49,6 +53,8 @@ class BackboneConfig:
     init_seed: int
     mask_token_id: int | None
     attention: AttentionBackend
+    cross_entropy: LossKernel
+    compile: bool
     gradient_checkpointing: bool
     trust_remote_code: bool
 
@@ -72,6 +78,10 @@ class BackboneConfig:
         backbone = (self._skeleton(tokenizer) if in_shares else None) or self._whole(tokenizer)
         if self.gradient_checkpointing:
             backbone.enable_gradient_checkpointing()
+        if self.compile:
+            for layer in backbone.layers:
+                layer.compile()
+        backbone.loss_kernel = self.cross_entropy
         return backbone
 
     def _whole(self, tokenizer: PreTrainedTokenizerBase) -> Backbone:
@@ -120,7 +130,9 @@ class Backbone(nn.Module):
         self.model = model
         self.mask_token_id, self._eos_token_id = mask_token_id, eos_token_id
         self.attention_backend = attention
+        self.loss_kernel: LossKernel = "chunked"
         self.weight_files: list[Path] = []  # of a model whose weights the strategy still has to read
+        self.copies: dict[str, str] = {}  # added parameters that start as copies of the model's, by name
 
     @classmethod
     def from_pretrained(
@@ -220,30 +232,60 @@ class Backbone(nn.Module):
         return None if data is None else DiffusionSpec.from_dict(data, origin=origin)
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute activations in the backward pass."""
+        """Recompute activations in the backward pass; caches that are given with gradients are only read here."""
+        layers: list[Any] = self.layers
+        for layer in layers:
+            layer._can_checkpoint_with_cache = True
         self.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
     @contextmanager
     def using_sdpa(self) -> Iterator[None]:
-        """Run with dense masks for a while: what the decoding engine needs, whatever kernel trains."""
+        """Run with dense masks, not compiled, for a while: what decoding needs, whatever kernel trains.
+
+        Each decoding pass has another shape, so compiled layers would be compiled anew.
+        """
         if self.attention_backend != "sdpa":
             self.model.set_attn_implementation("sdpa")
         try:
-            yield
+            with torch.compiler.set_stance("force_eager"):
+                yield
         finally:
             if self.attention_backend != "sdpa":
                 self.model.set_attn_implementation(self.attention_backend)
 
-    def forward(self, batch: Batch, attention: Attention) -> Tensor:
-        """Hidden states [B, T, D] after the final norm."""
+    def forward(
+        self,
+        batch: Batch,
+        attention: Attention,
+        *,
+        context: Context | None = None,
+        record: Context | None = None,
+        adapted: bool = False,
+    ) -> Tensor:
+        """Hidden states [B, T, D] after the final norm.
+
+        Args:
+            batch: the tokens.
+            attention: which keys they see.
+            context: keys and values of other tokens of the same rows, which the rule is asked about as well.
+            record: receives the keys and values of this pass.
+            adapted: go through the parameters that an objective has put beside frozen ones (`Objective.prepare`).
+        """
         mask: Any = None
         extra: dict[str, Any] = {}
+        others = None if context is None else context.batch
         if self.attention_backend == "sdpa":
-            mask = dense_mask(attention, batch)
+            mask = dense_mask(attention, batch, context=others)
         elif self.attention_backend == "flex_attention":
-            mask = block_mask(attention, batch)
+            mask = block_mask(attention, batch, context=others)
         else:
             extra = varlen_args(attention, batch)
+        if context is not None:
+            extra["cache"] = Prefix(context)
+        elif record is not None:
+            extra["cache"] = Recording(record)
+        if adapted:
+            extra["adapted"] = True
         return self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -255,6 +297,13 @@ class Backbone(nn.Module):
     def logits(self, rows: Tensor) -> Tensor:
         """[M, D] hidden states to [M, V] logits, only for the rows asked for."""
         return self.model.get_output_embeddings()(rows)
+
+    def token_cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """[M] cross-entropies of [M, D] hidden states against [M] targets, by the kernel that was chosen."""
+        if self.loss_kernel == "chunked":
+            return token_cross_entropy(self.logits, hidden, targets, vocab_size=self.vocab_size)
+        head: Any = self.model.get_output_embeddings()
+        return fused_cross_entropy(head, hidden, targets, kernel=self.loss_kernel)
 
 
 def _eos_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int | None:

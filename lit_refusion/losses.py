@@ -1,13 +1,18 @@
-"""Cross-entropy at supervised rows only. Shapes: M supervised rows, D width, V vocabulary."""
+"""Losses at supervised rows only. Shapes: M supervised rows, U rows of a teacher, D width, V vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from lit_refusion.errors import UserError
+
+LossKernel = Literal["chunked", "torch", "liger"]
 
 MAX_LOGITS = 2**24
 """Logit elements that exist at a time (fp32: 64 MiB); a chunk has MAX_LOGITS // V rows."""
@@ -37,3 +42,93 @@ def token_cross_entropy(
     if len(hidden) <= rows_per_chunk:
         return chunk_loss(hidden, targets)
     return torch.cat([checkpoint(chunk_loss, rows, labels, use_reentrant=False) for rows, labels in chunks])
+
+
+def fused_cross_entropy(head: nn.Linear, hidden: Tensor, targets: Tensor, *, kernel: LossKernel) -> Tensor:
+    """The same by a library's kernel that joins head and loss, [M].
+
+    Args:
+        head: the output head; its weight must be whole when this is called.
+        hidden: [M, D].
+        targets: [M] int64.
+        kernel: "torch" (`torch.nn.functional.linear_cross_entropy`) or "liger" (Hsu et al., arXiv 2410.10989).
+
+    Raises:
+        UserError: the kernel is not installed.
+    """
+    weight, bias = head.weight.to(hidden.dtype), None if head.bias is None else head.bias.to(hidden.dtype)
+    try:
+        if kernel == "torch":
+            from torch.nn import LinearCrossEntropyOptions
+
+            options = LinearCrossEntropyOptions()
+            fused = F.linear_cross_entropy
+            return fused(hidden, weight, targets, linear_bias=bias, reduction="none", options=options).float()
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+    except ImportError as error:
+        needed = "torch 2.13 or later" if kernel == "torch" else "an extra: pip install 'lit-refusion[liger]'"
+        raise UserError(f"backbone.cross_entropy={kernel}: needs {needed}; or use chunked") from error
+    return liger_fused_linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="none").float()
+
+
+def token_divergence(head: nn.Linear, hidden: Tensor, teacher: Tensor, teacher_of: Tensor) -> Tensor:
+    """KL(softmax(head(teacher row)) || softmax(head(own row))) of each row over the whole vocabulary, in fp32, [M].
+
+    Rows go through the head in chunks that are ordered by their teacher row, so that each of those is projected once,
+    whatever number of rows it teaches. The gradient, for `hidden` alone, is made along the way:
+    (softmax(own) - softmax(teacher)) @ W. So nothing is computed again in the backward pass.
+
+    Args:
+        head: the output head, frozen; its weight must be whole when this is called.
+        hidden: [M, D].
+        teacher: [U, D] hidden states; they get no gradient.
+        teacher_of: [M] int64, the teacher row of each row.
+    """
+    loss: Tensor = _Divergence.apply(hidden, teacher.detach(), teacher_of, head.weight, head.bias)
+    return loss
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, teacher: Tensor, teacher_of: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        loss = torch.zeros(len(hidden), device=hidden.device)
+        gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        teachers, number, counts = torch.unique(teacher_of, return_inverse=True, return_counts=True)
+        order = torch.argsort(number, stable=True)
+        for first, stop, start, end in _chunks(counts.tolist(), max_rows=max(2, MAX_LOGITS // len(weight))):
+            rows = order[start:end]
+            target = F.linear(teacher[teachers[first:stop]], weight, bias).float().log_softmax(-1)  # [u, V]
+            own = F.linear(hidden[rows], weight, bias).float().log_softmax(-1)  # [m, V]
+            target = target[number[rows] - first]
+            loss[rows] = (target.exp() * (target - own)).sum(-1)
+            if gradient is not None:
+                gradient[rows] = (own.exp_().sub_(target.exp_())).to(weight.dtype) @ weight
+        ctx.save_for_backward(gradient)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_outputs[0].to(gradient.dtype)[:, None], None, None, None, None
+
+
+def _chunks(counts: list[int], *, max_rows: int) -> Iterator[tuple[int, int, int, int]]:
+    """(first teacher, last + 1, first row, last + 1) of chunks of at most `max_rows` rows, teachers included.
+
+    A teacher of more rows than that has a chunk of its own.
+
+    Args:
+        counts: [U] rows of each teacher.
+        max_rows: rows of logits.
+    """
+    first = start = end = 0
+    for number, count in enumerate(counts):
+        if number > first and (end - start + count) + (number + 1 - first) > max_rows:
+            yield first, number, start, end
+            first, start = number, end
+        end += count
+    if counts:
+        yield first, len(counts), start, end

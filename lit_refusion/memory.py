@@ -27,6 +27,7 @@ class Shape:
         intermediate: width of the MLP.
         vocabulary: V, rows of the embedding table.
         is_tied: whether the head is the embedding table.
+        has_head_norms: whether queries and keys are normalised head by head (Qwen3).
     """
 
     layers: int
@@ -36,6 +37,7 @@ class Shape:
     intermediate: int
     vocabulary: int
     is_tied: bool
+    has_head_norms: bool = False
 
     @classmethod
     def of(cls, config: Any) -> Shape:
@@ -50,6 +52,7 @@ class Shape:
             intermediate=config.intermediate_size,
             vocabulary=config.vocab_size,
             is_tied=config.tie_word_embeddings,
+            has_head_norms=config.model_type.startswith("qwen3"),
         )
 
     @property
@@ -68,9 +71,11 @@ class Shape:
         """Elements that one layer keeps for its backward pass, per token.
 
         Inputs of two norms and of their scalings, of four projections (shared where the input is), rotated queries and
-        keys, values, the attention's output, and gate, its activation, up and product of the MLP.
+        keys, values, the attention's output, and gate, its activation, up and product of the MLP; with norms of the
+        heads, their inputs and those of their scalings.
         """
-        return 6 * self.width + 3 * self.heads_width + 3 * self.kv_width + 4 * self.intermediate
+        norms = 2 * (self.heads_width + self.kv_width) if self.has_head_norms else 0
+        return 6 * self.width + 3 * self.heads_width + 3 * self.kv_width + 4 * self.intermediate + norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,7 @@ class Placement:
         parameter_shares: the same for parameters.
         casts_weights: whether bf16 training keeps bf16 weights and gradients beside fp32 master weights (DeepSpeed).
         offloads_optimizer: whether the optimizer states are in the CPU's memory.
+        offloads_parameters: whether the shares of the parameters are there.
     """
 
     optimizer_shares: int = 1
@@ -90,10 +96,19 @@ class Placement:
     parameter_shares: int = 1
     casts_weights: bool = False
     offloads_optimizer: bool = False
+    offloads_parameters: bool = False
 
 
 def estimate(
-    shape: Shape, placement: Placement, *, is_bf16: bool, checkpointing: bool, tokens: int, supervised: int
+    shape: Shape,
+    placement: Placement,
+    *,
+    is_bf16: bool,
+    checkpointing: bool,
+    tokens: int,
+    supervised: int,
+    added: int = 0,
+    trainable: int | None = None,
 ) -> dict[str, int]:
     """Bytes per device by what they are for, and in all.
 
@@ -104,18 +119,23 @@ def estimate(
         checkpointing: whether layers keep only their input.
         tokens: places in the rows of one micro-batch.
         supervised: rows with a loss among them.
+        added: parameters that the objective puts beside the model's.
+        trainable: parameters that train; None for all.
     """
+    parameters = shape.parameters + added
+    trainable = parameters if trainable is None else trainable
     compute = BF16 if is_bf16 else FP32
     kept = BF16 if is_bf16 and placement.casts_weights else FP32
     states = ADAM_STATES * FP32 + (FP32 if placement.casts_weights else 0)  # DeepSpeed steps on a master copy
     gathered = 2 * shape.layer_parameters + shape.vocabulary * shape.width if placement.parameter_shares > 1 else 0
     layer = shape.layer_activations * compute
     activations = shape.layers * (shape.width * compute if checkpointing else layer) + (layer if checkpointing else 0)
+    shares = 0 if placement.offloads_parameters else parameters * kept // placement.parameter_shares
     chunk = min(supervised, max(1, MAX_LOGITS // shape.vocabulary))
     parts = {
-        "weights": shape.parameters * kept // placement.parameter_shares + gathered * compute,
-        "gradients": shape.parameters * kept // placement.gradient_shares,
-        "optimizer": 0 if placement.offloads_optimizer else shape.parameters * states // placement.optimizer_shares,
+        "weights": shares + gathered * compute,
+        "gradients": trainable * kept // placement.gradient_shares,
+        "optimizer": 0 if placement.offloads_optimizer else trainable * states // placement.optimizer_shares,
         "activations": tokens * activations,
         "logits": chunk * shape.vocabulary * (2 * FP32 + (compute if is_bf16 else 0)),
     }

@@ -17,7 +17,8 @@ class LossMeter(Metric):
     """Sums of losses over micro-batches; reduced over ranks when computed.
 
     A raw diffusion loss is weighted by 1/p and normalised per example, so it does not tell how well tokens are
-    predicted. `compute` gives beside it, per term, the plain mean cross-entropy over supervised tokens.
+    predicted. `compute` gives beside it, per term, the plain mean over supervised tokens of what `measure` names,
+    the cross-entropy as a rule.
     """
 
     full_state_update = False
@@ -28,9 +29,9 @@ class LossMeter(Metric):
     tokens: Tensor
     places: Tensor
 
-    def __init__(self, terms: tuple[str, ...]) -> None:
+    def __init__(self, terms: tuple[str, ...], *, measure: str = "ce") -> None:
         super().__init__()
-        self.terms = terms
+        self.terms, self.measure = terms, measure
         shapes: dict[str, tuple[int, ...]] = {
             "weighted": (len(terms),),
             "losses": (len(terms), NUM_BUCKETS + 1),
@@ -65,11 +66,11 @@ class LossMeter(Metric):
         for number, name in enumerate(self.terms):
             figures[f"loss/{name}"] = weighted[number] / denominator
             if sum(counts[number]):
-                figures[f"ce/{name}"] = sum(losses[number]) / sum(counts[number])
+                figures[f"{self.measure}/{name}"] = sum(losses[number]) / sum(counts[number])
             for bucket in range(NUM_BUCKETS):
                 if counts[number][bucket]:
                     bounds = f"{bucket / NUM_BUCKETS:.2f}-{(bucket + 1) / NUM_BUCKETS:.2f}"
-                    figures[f"ce/{name}/rate_{bounds}"] = losses[number][bucket] / counts[number][bucket]
+                    figures[f"{self.measure}/{name}/rate_{bounds}"] = losses[number][bucket] / counts[number][bucket]
         figures["supervised_tokens"] = sum(map(sum, counts))
         figures["tokens"] = self.tokens.item()
         figures["padding"] = 1 - self.tokens.item() / max(1.0, self.places.item())

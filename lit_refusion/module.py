@@ -56,8 +56,10 @@ class TrainingModule(L.LightningModule):
         self.max_steps, self.log_every, self.record = max_steps, log_every, record
         self.force_resume = force_resume
         # Outside the module tree: strategies that cast or shard modules must not touch the sums.
-        self._meters = {stage: LossMeter(objective.terms) for stage in ("train", "val")}
+        self._meters = {stage: LossMeter(objective.terms, measure=objective.measure) for stage in ("train", "val")}
         self._is_sharded = False
+        self._has_frozen = not all(parameter.requires_grad for parameter in backbone.parameters())
+        self.strict_loading = not self._has_frozen  # a checkpoint has only what trains
         self._logged_step = 0
         self._logged_time = self._validation_start = 0.0
         self._gradient_norm: Tensor | float | None = None
@@ -166,8 +168,12 @@ class TrainingModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the record."""
+        """Add the record; leave out what does not train, since it is the base model's."""
         checkpoint[RECORD_KEY] = self.record
+        if self._has_frozen and "state_dict" in checkpoint:
+            names = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+            state = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name: tensor for name, tensor in state.items() if name in names}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse another objective's checkpoint, and set the loop's counters to the optimizer step.
@@ -221,4 +227,4 @@ class TrainingModule(L.LightningModule):
     @staticmethod
     def shown_figures(objective: Objective) -> tuple[str, ...]:
         """Names of the figures for a progress display."""
-        return ("loss", *(f"ce/{term}" for term in objective.terms), "tokens_per_second")
+        return ("loss", *(f"{objective.measure}/{term}" for term in objective.terms), "tokens_per_second")

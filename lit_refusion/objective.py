@@ -12,7 +12,6 @@ from torch import Tensor
 from lit_refusion.attention import Attention
 from lit_refusion.backbone import Backbone
 from lit_refusion.examples import Example
-from lit_refusion.losses import token_cross_entropy
 from lit_refusion.spec import DiffusionSpec
 from lit_refusion.views import IGNORE, Batch, View
 
@@ -35,6 +34,18 @@ class Loss:
     token_term: Tensor
     token_mask_rate: Tensor
 
+    @classmethod
+    def of(cls, batch: Batch, is_supervised: Tensor, token_loss: Tensor) -> Loss:
+        """From the [M] losses of the rows of a batch where `is_supervised` [B, T] holds."""
+        weight = batch.weights[is_supervised]
+        return cls(
+            total=(weight * token_loss).sum(),
+            token_loss=token_loss.detach(),
+            token_weight=weight,
+            token_term=batch.term[is_supervised],
+            token_mask_rate=batch.mask_rate[is_supervised],
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(ABC):
@@ -53,6 +64,11 @@ class Objective(ABC):
     def normalizer(self) -> Literal["examples", "response_tokens"]:
         """Denominator of the loss; known from the clean batch, never from the noise."""
         return "examples"
+
+    @property
+    def measure(self) -> str:
+        """What the loss of a single row is, as the figures name it: "ce" for cross-entropy."""
+        return "ce"
 
     @abstractmethod
     def view(self, example: Example, rng: np.random.Generator) -> View:
@@ -80,19 +96,15 @@ class Objective(ABC):
         distributed run waits for its gradient.
         """
         hidden = backbone(batch, self.attention(step))  # [B, T, D]
-        is_supervised = batch.targets != IGNORE
-        if not is_supervised.any():
-            is_supervised = is_supervised.clone()
-            is_supervised[0, 0] = True  # its weight is 0
+        is_supervised = supervised_rows(batch)
         targets = batch.targets[is_supervised].clamp(min=0)
-        token_loss = token_cross_entropy(
-            backbone.logits, hidden[is_supervised], targets, vocab_size=backbone.vocab_size
-        )
-        weight = batch.weights[is_supervised]
-        return Loss(
-            total=(weight * token_loss).sum(),
-            token_loss=token_loss.detach(),
-            token_weight=weight,
-            token_term=batch.term[is_supervised],
-            token_mask_rate=batch.mask_rate[is_supervised],
-        )
+        return Loss.of(batch, is_supervised, backbone.token_cross_entropy(hidden[is_supervised], targets))
+
+
+def supervised_rows(batch: Batch) -> Tensor:
+    """[B, T] bool: the rows with a loss; where there is none, one of weight 0."""
+    is_supervised = batch.targets != IGNORE
+    if not is_supervised.any():
+        is_supervised = is_supervised.clone()
+        is_supervised[0, 0] = True
+    return is_supervised

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 IGNORE = -100
 """Target of a row that is not supervised."""
@@ -53,7 +54,7 @@ class View:
         return len(self.input_ids)
 
 
-_FILL = {
+_FILL: dict[str, tuple[Any, Any]] = {
     "input_ids": (np.int64, 0),
     "position_ids": (np.int64, 0),
     "targets": (np.int64, IGNORE),
@@ -102,6 +103,19 @@ class Batch:
     def replace(self, **changes: Any) -> Batch:
         """The same batch with some fields changed."""
         return Batch(**{**vars(self), **changes})
+
+    def take(self, is_taken: torch.Tensor, *, pad_to_multiple: int = 1) -> Batch:
+        """The tokens of each row where `is_taken` [B, T] holds, in their order; rows are padded to the longest."""
+        counts = is_taken.sum(dim=1, keepdim=True)
+        length = -(-max(1, int(counts.max())) // pad_to_multiple) * pad_to_multiple
+        places = torch.argsort((~is_taken).to(torch.int8), dim=1, stable=True)[:, :length]
+        is_padding = torch.arange(places.shape[1], device=places.device) >= counts
+        missing = (0, length - places.shape[1])
+        tensors = {}
+        for name, tensor in self._tensors().items():
+            fill = _FILL[name][1]
+            tensors[name] = F.pad(tensor.gather(1, places).masked_fill(is_padding, fill), missing, value=fill)
+        return self.replace(**tensors)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on another device."""

@@ -104,7 +104,13 @@ def test_packed_rows_hold_no_padding(data: Path, tmp_path: Path, capsys: pytest.
 
     lengths = Shards(str(data), cache=CacheConfig(folder="unused", max_gigabytes=1.0)).index["length"]
     ar = "objective=ar"
-    assert tokens(ar, "loader=packed", "loader.max_row_length=120") <= lengths.sum() < tokens(ar)
+    packed = tokens(ar, "loader=packed", "loader.max_row_length=120", "loader.pad_to_multiple=1")
+    assert lengths.sum() <= packed < 1.1 * lengths.sum() < tokens(ar)
+
+
+def test_rows_are_padded_as_in_training(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = printed(plan(data, tmp_path, "loader.pad_to_multiple=128", objective="ar"), capsys)[3]
+    assert line.split()[2] == "1,024"  # 8 rows of less than 128
 
 
 def test_without_data_the_longest_rows_are_assumed(
@@ -267,3 +273,16 @@ def test_one_device_strategy_on_two_devices_is_refused_as_in_training(
 ) -> None:
     settings = ["strategy=single", "trainer.devices=2", "loader.micro_batch_size=4"]
     assert "strategy=single" in refusal(plan(data, tmp_path, *settings), capsys)
+
+
+def test_what_does_not_train_has_neither_gradients_nor_optimizer_states(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = memory(printed(plan(data, tmp_path, objective="ar"), capsys))
+    lines = printed(plan(data, tmp_path, objective="orthrus"), capsys)
+    found = re.search(r"M parameters, (0\.\d) M train beside them", lines[2])
+    assert found
+    parts = memory(lines)
+    assert parts["gradients"] < whole["gradients"] / 3
+    assert parts["optimizer"] < whole["optimizer"] / 3
+    assert parts["weights"] == pytest.approx(whole["weights"] + parts["gradients"], abs=0.2)

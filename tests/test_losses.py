@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lit_refusion import losses
-from lit_refusion.losses import token_cross_entropy
+from lit_refusion.errors import UserError
+from lit_refusion.losses import fused_cross_entropy, token_cross_entropy
+from tests.conftest import REPOSITORY
 
 
 def plain(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -42,6 +46,10 @@ def values_and_gradients(
     return [token_loss.detach(), hidden.grad, head.weight.grad]  # type: ignore[list-item]
 
 
+def fused(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    return fused_cross_entropy(head, hidden, targets, kernel="torch")  # type: ignore[arg-type]
+
+
 def chunked(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     return token_cross_entropy(head, hidden, targets, vocab_size=head.weight.shape[0])  # type: ignore[union-attr,arg-type]
 
@@ -54,10 +62,51 @@ def test_value_and_gradients_equal_plain_cross_entropy(max_logits: int, monkeypa
         torch.testing.assert_close(actual, expected)
 
 
-def test_no_rows_have_no_loss() -> None:
+@pytest.mark.parametrize("loss", [chunked, fused])
+def test_no_rows_have_no_loss(loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
     head, hidden, targets, _ = make_inputs(0, 5)
 
-    assert chunked(head, hidden, targets).shape == (0,)
+    assert loss(head, hidden, targets).shape == (0,)
+
+
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(20, 37), (1, 3), (500, 1000)])
+def test_torchs_kernel_gives_values_and_gradients_of_plain_cross_entropy(num_rows: int, vocab_size: int) -> None:
+    results = values_and_gradients(fused, num_rows, vocab_size), values_and_gradients(plain, num_rows, vocab_size)
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_head_with_a_bias_has_it_in_the_fused_kernels_too() -> None:
+    _, hidden, targets, _ = make_inputs(6, 11)
+    head = nn.Linear(8, 11)
+    torch.testing.assert_close(fused(head, hidden, targets), plain(head, hidden, targets))
+
+
+def test_a_kernel_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, hidden, targets, _ = make_inputs(2, 5)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(UserError, match=r"backbone.cross_entropy=liger: needs an extra: pip install 'lit-refusion\[li"):
+        fused_cross_entropy(head, hidden, targets, kernel="liger")  # type: ignore[arg-type]
+
+
+LIGER = """
+from tests.test_losses import *
+
+def liger(head, hidden, targets):
+    return fused_cross_entropy(head, hidden, targets, kernel="liger")
+
+for num_rows, vocab_size in [(20, 37), (130, 300)]:  # in several chunks
+    ours, theirs = (values_and_gradients(loss, num_rows, vocab_size) for loss in (plain, liger))
+    for pair in zip(ours, theirs):
+        torch.testing.assert_close(*pair, atol=1e-5, rtol=1e-4)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+def test_ligers_kernel_gives_values_and_gradients_of_plain_cross_entropy() -> None:
+    """Through Triton's interpreter, so without a GPU."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", LIGER], check=True, env=environment, cwd=REPOSITORY)
 
 
 def test_half_precision_logits_are_reduced_in_fp32() -> None:

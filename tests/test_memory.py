@@ -130,7 +130,7 @@ def test_activations_are_what_autograd_keeps(name: str, key_heads: int) -> None:
     with kept.watching():
         run(model)
     ratio = parts_of(model)["activations"] / kept.num_bytes
-    assert 1 / 1.5 < ratio < 1.5, ratio
+    assert 0.9 < ratio < 1.1, ratio
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
@@ -153,7 +153,7 @@ def test_with_checkpointing_they_are_the_layers_inputs_and_one_layer(name: str) 
         run(model).sum()
 
     ratio = parts_of(model, checkpointing=True)["activations"] / (whole.num_bytes + first.num_bytes)
-    assert 1 / 1.5 < ratio < 1.5, ratio
+    assert 0.9 < ratio < 1.1, ratio
 
 
 def test_checkpointing_keeps_less_and_bf16_half() -> None:
@@ -215,7 +215,8 @@ def test_shares_divide_by_the_number_of_processes_by_stage(name: str, world_size
     whole = shape.parameters * 4
     states = 12 if name.startswith("deepspeed") else 8  # DeepSpeed steps on a copy of the weights
     gathered = (2 * shape.layer_parameters + 512 * 128) * 4 if shares_parameters and world_size > 1 else 0
-    assert parts["weights"] == whole // (world_size if shares_parameters else 1) + gathered
+    shares = 0 if name == OFFLOADED else whole // (world_size if shares_parameters else 1)
+    assert parts["weights"] == shares + gathered
     assert parts["gradients"] == whole // (world_size if shares_gradients else 1)
     in_all = 0 if name == OFFLOADED else shape.parameters * states
     assert parts["optimizer"] == in_all // (world_size if shares_optimizer else 1)
@@ -226,7 +227,8 @@ def test_in_bf16_deepspeed_keeps_bf16_weights_beside_its_copy_and_the_others_fp3
     shape = Shape.of(make().config)
     parts = estimate(shape, strategy(name).placement(1), is_bf16=True, checkpointing=False, tokens=1, supervised=1)
     num_bytes = 2 if name.startswith("deepspeed") else 4
-    assert parts["weights"] == parts["gradients"] == num_bytes * shape.parameters
+    weights = 0 if name == OFFLOADED else num_bytes * shape.parameters
+    assert (parts["weights"], parts["gradients"]) == (weights, num_bytes * shape.parameters)
 
 
 @pytest.mark.parametrize("world_size", [2, 16])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,8 +46,9 @@ def reference(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pyte
         PACKED,
         ["loader.num_workers=2"],
         ["backbone.gradient_checkpointing=true"],
+        ["backbone.cross_entropy=torch"],
     ],
-    ids=["accumulate2", "accumulate8", "packed", "workers", "checkpointing"],
+    ids=["accumulate2", "accumulate8", "packed", "workers", "checkpointing", "fused_loss"],
 )
 def test_same_weights_however_the_step_is_cut_up(
     reference: tuple[str, Path], data: Path, tmp_path: Path, layout: list[str]
@@ -60,6 +62,16 @@ def test_same_weights_however_the_step_is_cut_up(
         for name in ("train/loss", "val/loss", "train/gradient_norm"):
             if one.get(name):
                 assert float(two[name]) == pytest.approx(float(one[name]), rel=1e-3)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
+@pytest.mark.parametrize("reference", ["refusion"], indirect=True)
+def test_compiled_layers_train_as_they_are(reference: tuple[str, Path], data: Path, tmp_path: Path) -> None:
+    objective, folder = reference
+    run(*command(data, tmp_path / "run", objective, "backbone.compile=true", "backbone.gradient_checkpointing=true"))
+    assert set(weights(folder)) == set(weights(tmp_path / "run"))
+    for name, value in weights(folder).items():
+        torch.testing.assert_close(weights(tmp_path / "run")[name], value, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("reference", ["refusion"], indirect=True)

@@ -78,6 +78,7 @@ class DeepSpeed(StrategyConfig):
             parameter_shares=world_size if self.stage == 3 else 1,
             casts_weights=True,
             offloads_optimizer=self.offload_optimizer,
+            offloads_parameters=self.offload_parameters,
         )
 
     def make(self, layout: Layout) -> Strategy | str:
@@ -118,7 +119,7 @@ class ZeRO(DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy that also runs on the CPU, and replaces a checkpoint in one rename."""
 
     def __init__(self, config: dict[str, Any], *, on_cuda: bool, **options: Any) -> None:
-        super().__init__(config=config, **options)
+        super().__init__(config=config, exclude_frozen_parameters=True, **options)
         self._on_cuda = on_cuda
 
     def setup_environment(self) -> None:
@@ -173,7 +174,9 @@ class ZeRO(DeepSpeedStrategy):
                 if tensor is not None:
                     parameter.data.copy_(tensor)
 
-        stream_weights(backbone.model, backbone.weight_files, assign, is_reader=self.is_global_zero)
+        stream_weights(
+            backbone.model, backbone.weight_files, assign, copies=backbone.copies, is_reader=self.is_global_zero
+        )
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Every rank writes its share beside the target; rank 0 renames the folder when all are done."""

@@ -53,10 +53,13 @@ def single(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
+each_world = pytest.mark.parametrize(
     ("strategy", "world"),
     [pytest.param(*world, marks=needs_deepspeed if "deepspeed" in world[0] else ()) for world in WORLDS],
 )
+
+
+@each_world
 def test_every_objective_ends_with_the_weights_of_one_process(
     strategy: str, world: int, single: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -73,3 +76,12 @@ def test_every_objective_ends_with_the_weights_of_one_process(
             for figure in ("train/loss", "val/loss", "train/gradient_norm"):
                 if one[figure]:
                     assert float(two[figure]) == pytest.approx(float(one[figure]), rel=1e-3), (objective, figure)
+
+
+@each_world
+def test_a_fused_loss_finds_the_whole_head(strategy: str, world: int, single: Path, data: Path, tmp_path: Path) -> None:
+    """It reads the head's weight outside the head's forward pass, where a sharded one might not be whole."""
+    run_ranks(world, [arguments(data, tmp_path, "refusion", strategy, world, "backbone.cross_entropy=torch")], tmp_path)
+    expected = weights(single / "refusion")
+    for name, value in weights(tmp_path / "refusion").items():
+        torch.testing.assert_close(value, expected[name], atol=2e-5, rtol=1e-4)
