@@ -24,7 +24,7 @@ class AutoregressiveDecoder(Decoder):
         stop_at_eos: end a row at its first end-of-sequence token.
     """
 
-    objectives: ClassVar[frozenset[str]] = frozenset({"autoregressive"})
+    objectives: ClassVar[frozenset[str]] = frozenset({"autoregressive", "orthrus"})  # whose frozen view is one
 
     temperature: float
     top_k: int

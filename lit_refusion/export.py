@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from lit_refusion.adapter import (
+    SETTINGS,
+    AdapterSettings,
+    Base,
+    is_adapter_folder,
+    load_weights,
+    read_settings,
+    save_adapter,
+)
 from lit_refusion.backbone import Backbone
 from lit_refusion.chat import PromptFormat
 from lit_refusion.errors import UserError, first_line
@@ -42,13 +51,18 @@ class ExportConfig:
 
 
 def export(config: ExportConfig) -> Path:
-    """Write safetensors, config with the DiffusionSpec, and tokenizer; `AutoModelForCausalLM` loads it unchanged."""
+    """Write safetensors, config with the DiffusionSpec, and tokenizer; `AutoModelForCausalLM` loads it unchanged.
+
+    What was trained beside a frozen model is written as an adapter.
+    """
     run = Path(config.run)
     path = checkpoint_path(run, config.checkpoint)
     if config.checkpoint == BEST and not path.exists() and checkpoint_path(run, LAST).exists():
         raise UserError(f"checkpoint=best: {run} has not been validated yet; export checkpoint=last")
     checkpoint = load_whole(path) if path.is_dir() else load_checkpoint(path)
     record = checkpoint[RECORD_KEY]
+    if record.get("base") is not None:
+        return _export_adapter(config, checkpoint)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**record["model_config"]))
     state = checkpoint["state_dict"]
     weights = {name.removeprefix(MODEL_PREFIX): state[name] for name in state if name.startswith(MODEL_PREFIX)}
@@ -73,6 +87,29 @@ def export(config: ExportConfig) -> Path:
     return out
 
 
+def _export_adapter(config: ExportConfig, checkpoint: dict[str, Any]) -> Path:
+    """Only what was trained, with the fingerprint of the model that it belongs to."""
+    record, run = checkpoint[RECORD_KEY], Path(config.run)
+    if record["base"]["path"] is None:
+        raise UserError(
+            f"run={run}: it trained beside frozen weights that were fresh, which nobody could load again; train such a "
+            "model first, export it, and give backbone.path"
+        )
+    settings = AdapterSettings(
+        base=Base(**record["base"]),
+        objective=record["config"]["objective"],
+        spec=record["spec"],
+        prompt_format=record["prompt_format"],
+    )
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    weights = {name.removeprefix(MODEL_PREFIX): x.to(dtype) for name, x in checkpoint["state_dict"].items()}
+    out = Path(config.out)
+    with new_folder(out, setting="out") as folder:
+        save_adapter(folder, settings, weights)
+        load_tokenizer(run / TOKENIZER).save_pretrained(folder)
+    return out
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to decode."""
@@ -87,6 +124,7 @@ def load_model(
     path: str,
     *,
     objective: Objective | None,
+    base: str | None = None,
     device: str = "auto",
     dtype: DType = "auto",
     trust_remote_code: bool = False,
@@ -95,6 +133,7 @@ def load_model(
 
     Args:
         path: folder or hub id.
+        base: where the base model of an adapter is; None for where it was.
         objective: what the model was trained with, where its config does not say (the official release).
         device: "auto" takes CUDA where there is one.
         dtype: "auto" is fp32 on CPU and bf16 on CUDA.
@@ -112,14 +151,15 @@ def load_model(
         raise UserError(f"device={device}: not available here ({first_line(error)}); use device=auto") from error
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, dtype), "device": device, "trust_remote_code": trust_remote_code
+    }  # fmt: skip
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    backbone = Backbone.from_pretrained(
-        path,
-        tokenizer=tokenizer,
-        dtype=getattr(torch, dtype),
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
+    if is_adapter_folder(path):
+        return _load_adapter(Path(path), tokenizer, base=base, options=options)
+    if base is not None:
+        raise UserError(f"base={base}: only an adapter has one, and model={path} is whole; leave it out")
+    backbone = Backbone.from_pretrained(path, tokenizer=tokenizer, **options)
     spec = backbone.saved_spec(origin=f"{path}/config.json")
     if spec is None and objective is None:
         raise UserError(
@@ -131,6 +171,27 @@ def load_model(
         spec = spec or objective.spec(backbone.mask_token_id)
     assert spec is not None
     return LoadedModel(backbone, tokenizer, spec, _prompt_format(backbone, origin=path))
+
+
+def _load_adapter(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, *, base: str | None, options: dict[str, Any]
+) -> LoadedModel:
+    """The base model with an adapter's parameters beside its own."""
+    settings = read_settings(folder)
+    origin = base or settings.base.path
+    assert origin is not None
+    backbone = Backbone.from_pretrained(
+        origin,
+        tokenizer=tokenizer,
+        gguf_file=settings.base.gguf_file,
+        mask_token_id=settings.base.mask_token_id,
+        **options,
+    )
+    build(settings.objective, Objective, key=f"{folder / SETTINGS}: objective").prepare(backbone)
+    load_weights(backbone, folder, settings.base, origin=origin)
+    spec = DiffusionSpec.from_dict(settings.spec, origin=str(folder / SETTINGS))
+    prompt_format = build(settings.prompt_format, PromptFormat, key=f"{folder / SETTINGS}: prompt_format")
+    return LoadedModel(backbone, tokenizer, spec, prompt_format)
 
 
 def _prompt_format(backbone: Backbone, *, origin: str) -> PromptFormat:

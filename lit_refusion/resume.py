@@ -48,9 +48,11 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, t
 
 
 def model_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The same for the model's shape: its weights would not fit."""
+    """The same for the model's shape, and for the weights of one that is frozen: the trained ones would not fit."""
     theirs, ours = saved["model_config"], own["model_config"]
     pairs = {f"model's {name}": (theirs.get(name), ours.get(name)) for name in SHAPE_FIELDS}
+    bases = [(record.get("base") or {}).get("fingerprint") for record in (saved, own)]
+    pairs["base model's fingerprint"] = (bases[0], bases[1])
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 

@@ -98,7 +98,7 @@ def _from_zero(folder: Path) -> dict[str, Tensor]:
     except ImportError as error:
         raise UserError(f"{folder}: a DeepSpeed checkpoint; pip install 'lit-refusion[deepspeed]'") from error
     with contextlib.redirect_stdout(io.StringIO()):
-        return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=ZERO_TAG)
+        return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=ZERO_TAG, exclude_frozen_parameters=True)
 
 
 def _write_durably(path: Path, text: str) -> None:

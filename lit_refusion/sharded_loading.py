@@ -89,6 +89,7 @@ def stream_weights(
     files: list[Path],
     assign: Callable[[nn.Parameter, Tensor | None], None],
     *,
+    copies: dict[str, str],
     is_reader: bool,
 ) -> None:
     """Fill a sharded model, tensor by tensor.
@@ -96,6 +97,7 @@ def stream_weights(
     Args:
         model: the model; every parameter has storage for its share.
         files: its safetensors.
+        copies: parameters that start as copies: name -> the weight in the files.
         assign: collective; puts a whole tensor, read on one rank (None on the others), into a parameter's shares.
         is_reader: whether this rank reads.
 
@@ -103,22 +105,24 @@ def stream_weights(
         UserError: a weight is missing or has another shape, or a file is damaged.
     """
     parameters = dict(model.named_parameters())  # tied ones once
+    sources = {name: copies.get(name, name) for name in parameters}
     shapes = {file: _shapes(file) for file in files}
     where = {name: file for file, its_shapes in shapes.items() for name in its_shapes}
-    missing = sorted(set(parameters) - set(where))
+    missing = sorted(set(sources.values()) - set(where))
     if missing:
         raise UserError(
             f"{files[0].parent}: {len(missing)} weights are not in its files ({missing[0]}, ...); they would start at "
             "random, so fetch the model again"
         )
     for name, parameter in parameters.items():  # on all ranks: assigning is collective
-        found, expected = shapes[where[name]][name], tuple(getattr(parameter, "ds_shape", parameter.shape))
+        source = sources[name]
+        found, expected = shapes[where[source]][source], tuple(getattr(parameter, "ds_shape", parameter.shape))
         if found != expected:
             raise UserError(
-                f"{where[name]}: weight {name} has shape {found}, the model's has {expected}; fetch it again"
+                f"{where[source]}: weight {source} has shape {found}, the model's has {expected}; fetch it again"
             )
-    for name, tensor in _read(parameters, where, is_reader=is_reader):
-        assign(parameters[name], tensor)
+    for name, tensor in _read(sources, where, is_reader=is_reader):
+        assign(parameters[name], None if tensor is None else tensor.to(parameters[name].dtype))
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
@@ -130,15 +134,13 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
         raise UserError(f"{file}: cannot read it: {first_line(error)}; fetch the model again") from error
 
 
-def _read(
-    parameters: dict[str, nn.Parameter], where: dict[str, Path], *, is_reader: bool
-) -> Iterator[tuple[str, Tensor | None]]:
+def _read(sources: dict[str, str], where: dict[str, Path], *, is_reader: bool) -> Iterator[tuple[str, Tensor | None]]:
     """(name, tensor on the reader) of every parameter, file by file."""
     for file in sorted(set(where.values())):
-        names = [name for name in parameters if where[name] == file]
+        names = [name for name, source in sources.items() if where[source] == file]
         if not is_reader:
             yield from ((name, None) for name in names)
             continue
         with safe_open(file, framework="pt") as opened:
             for name in names:
-                yield name, opened.get_tensor(name).to(parameters[name].dtype)
+                yield name, opened.get_tensor(sources[name])

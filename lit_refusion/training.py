@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import LambdaCallback
 from transformers import PreTrainedTokenizerBase
 
+from lit_refusion.adapter import Base, base_fingerprint
 from lit_refusion.attention import BLOCK
 from lit_refusion.backbone import Backbone, BackboneConfig
 from lit_refusion.callbacks.interrupt import StopGracefully
@@ -143,7 +144,20 @@ def _record(resolved: dict[str, Any], spec: dict[str, Any], shards: Shards, back
         "tokenizer_fingerprint": shards.manifest.tokenizer_fingerprint,
         "model_config": backbone.model.config.to_dict(),
         "prompt_format": shards.manifest.prompt_format,
+        "base": _base(resolved["backbone"], backbone),
     }
+
+
+def _base(settings: dict[str, Any], backbone: Backbone) -> dict[str, Any] | None:
+    """The frozen model that training adds to; None where all of it trains."""
+    fingerprint = base_fingerprint(backbone)
+    if fingerprint is None:
+        return None
+    path = settings["path"]
+    if path is not None and Path(path).is_dir():
+        path = str(Path(path).resolve())
+    names = ("gguf_file", "mask_token_id")
+    return asdict(Base(path=path, fingerprint=fingerprint, **{name: settings[name] for name in names}))
 
 
 def _fit(trainer: L.Trainer, module: TrainingModule, data: DataModule, *, run: Path, resume_from: Path | None) -> None:
@@ -218,8 +232,10 @@ def _check_window(shards: Shards, max_length: int | None, loader: LoaderConfig) 
 
 def _header(config: TrainConfig, *, spec: dict[str, Any], backbone: Any, data: DataModule, max_steps: int) -> str:
     parameters = sum(p.numel() for p in backbone.parameters())
+    trainable = sum(p.numel() for p in backbone.parameters() if p.requires_grad)
+    share = "" if trainable == parameters else f" ({trainable:,} of them train, {trainable / parameters:.1%})"
     return (
-        f"{config.objective.name}: {parameters:,} parameters, {data.plan.epoch_size:,} training and "
+        f"{config.objective.name}: {parameters:,} parameters{share}, {data.plan.epoch_size:,} training and "
         f"{len(data.validation_indices):,} validation examples, {max_steps:,} steps of "
         f"{config.trainer.global_batch_size}\n"
         f"conventions: " + ", ".join(f"{name} {value}" for name, value in spec.items() if name != "objective")

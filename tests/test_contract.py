@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -64,11 +65,26 @@ def batch(rows: list[list[View]], backbone: Backbone, pad_to_multiple: int = 8) 
     )
 
 
+def prepared(objective: Objective, backbone: Backbone) -> Backbone:
+    """A copy that is ready for training; what was added to it is no longer a copy of something else."""
+    copied = copy.deepcopy(backbone)
+    before = {id(parameter) for parameter in copied.parameters()}
+    objective.prepare(copied)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            if id(parameter) not in before:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return copied
+
+
 def gradients(objective: Objective, backbone: Backbone, batches: list[Batch]) -> dict[str, torch.Tensor]:
-    backbone.zero_grad()
+    backbone = prepared(objective, backbone)
     for item in batches:
         objective.loss(backbone, item, step=0).total.backward()
-    return {name: p.grad.clone() for name, p in backbone.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in backbone.named_parameters() if p.grad is not None}
+    assert set(found) == {name for name, p in backbone.named_parameters() if p.requires_grad}
+    return found
 
 
 def tolerance(gradient: torch.Tensor) -> float:
@@ -129,6 +145,7 @@ def test_padding_content_changes_nothing(objective: Objective, backbone: Backbon
     one = batch([[view] for view in views(objective)], backbone)
     ids = torch.where(one.segment_ids == 0, 77, one.input_ids)
     two = one.replace(input_ids=ids, position_ids=torch.where(one.segment_ids == 0, 5, one.position_ids))
+    backbone = prepared(objective, backbone)
     with torch.no_grad():
         first, second = (objective.loss(backbone, item, step=0) for item in (one, two))
     torch.testing.assert_close(first.token_loss, second.token_loss, atol=1e-5, rtol=1e-5)
@@ -140,6 +157,7 @@ def test_decoder_contract(decoder: Decoder, backbone: Backbone) -> None:
         for objective in (build(node("objective", name), Objective) for name in choices("objective"))
         if objective.name in decoder.objectives
     )
+    backbone = prepared(objective, backbone)
     small = dataclasses.replace(decoder, max_new_tokens=32, batch_size=2).fit_to(objective.spec(backbone.mask_token_id))
     prompts = [list(range(20, 20 + length)) for length in (1, 5, 9)]
     together = small.generate(backbone, prompts, seed=1)

@@ -22,16 +22,24 @@ def data(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder / "data"
 
 
+def training(objective: str, data: Path, run: Path, *model: str) -> list[str]:
+    return [
+        "train", f"objective={objective}", "data=prepared", f"data.folder={data}", f"run={run}",
+        "trainer.max_steps=60", "trainer.log_every=20", "trainer.validate_every=20", "trainer.progress=none",
+        "trainer.accelerator=cpu", "optimizer.warmup_steps=5", *model,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("objective", choices("objective"))
 def test_objective_learns_and_its_model_decodes(
     objective: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    architecture = [f"++backbone.architecture.{name}={value}" for name, value in ARCHITECTURES["qwen3"].items()]
-    assert main([
-        "train", f"objective={objective}", "data=prepared", f"data.folder={data}", f"run={tmp_path}/run",
-        "trainer.max_steps=60", "trainer.log_every=20", "trainer.validate_every=20", "trainer.progress=none",
-        "trainer.accelerator=cpu", "optimizer.warmup_steps=5", *architecture,
-    ]) == 0  # fmt: skip
+    model = [f"++backbone.architecture.{name}={value}" for name, value in ARCHITECTURES["qwen3"].items()]
+    if objective == "orthrus":  # it needs a trained model
+        assert main(training("ar", data, tmp_path / "base-run", *model)) == 0
+        assert main(["export", f"run={tmp_path}/base-run", f"out={tmp_path}/base"]) == 0
+        model = ["backbone=pretrained", f"backbone.path={tmp_path}/base"]
+    assert main(training(objective, data, tmp_path / "run", *model)) == 0
     lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
     rows = [dict(zip(lines[0].split(","), line.split(","))) for line in lines[1:]]
     losses = [float(row["val/loss"]) for row in rows if row["val/loss"]]

@@ -29,6 +29,7 @@ class GenerateConfig:
 
     Args:
         model: exported folder, or any Hugging Face causal LM with `objective`.
+        base: where the base model of an adapter is; null for where it was in training.
         prompt: text of the user's message.
         decoder: settings of the decoder; null takes the first preset that fits the model.
         objective: settings of the objective of a model that does not say how it was trained.
@@ -42,6 +43,7 @@ class GenerateConfig:
     """
 
     model: str
+    base: str | None
     prompt: str
     decoder: Decoder | None
     objective: Objective | None
@@ -67,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = build({"decoder": None, "objective": None, **config}, GenerateConfig)
     model = load_model(
         settings.model,
+        base=settings.base,
         objective=settings.objective,
         device=settings.device,
         dtype=settings.dtype,

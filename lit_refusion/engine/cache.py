@@ -35,16 +35,21 @@ class BufferCache(Cache):
         self._rows = torch.zeros(0, 1, dtype=torch.long, device=device)
         self._places = self._rows
         self._visible = 0
+        self._returned: slice | Tensor = slice(0)
 
-    def aim(self, places: Tensor, *, visible: int) -> None:
+    def aim(self, places: Tensor, *, rows: list[int], visible: int) -> None:
         """Say where the next forward pass writes.
 
         Args:
-            places: [b, Q] place of every query of the first b rows.
+            places: [b, Q] place of every query.
+            rows: the b rows of the buffer that the queries belong to, ascending.
             visible: the keys at places [0, visible) are returned to the attention.
         """
-        self._rows = torch.arange(len(places), device=places.device)[:, None]
+        self._rows = torch.tensor(rows, device=places.device)[:, None]
         self._places, self._visible = places, visible
+        # Neighbouring rows are returned as they lie, others as a copy.
+        is_run = rows == list(range(rows[0], rows[0] + len(rows)))
+        self._returned = slice(rows[0], rows[0] + len(rows)) if is_run else self._rows[:, 0]
 
     def move_row(self, source: int, target: int) -> None:
         """Copy a row over another, so that the live rows stay in front."""
@@ -54,12 +59,11 @@ class BufferCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write [b, H, Q, head_dim] keys and values; return the visible part, [b, H, visible, head_dim]."""
-        num_rows = len(self._places)
         returned = []
         for kind, states in enumerate((key_states, value_states)):
             buffer = self.buffer[layer_idx, kind]
             buffer[self._rows, self._places] = states.transpose(1, 2)
-            returned.append(buffer[:num_rows, : self._visible].transpose(1, 2))
+            returned.append(buffer[self._returned, : self._visible].transpose(1, 2))
         return returned[0], returned[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -47,6 +47,10 @@ class Request:
         guidance: classifier-free guidance scale s; logits become u + (s + 1)(c - u), c those of the answered query
             and u those of its unconditional partner (the convention of arXiv 2502.09992).
         unconditional: [r] queries that are the partners; empty without guidance.
+        adapted: whether the pass goes through the parameters that were trained beside a frozen model.
+        drafts: speculative sampling (arXiv 2211.17192, 2302.01318). "propose": the distributions that this request's
+            reply tokens are drawn from are kept for the next request that verifies. "verify": the targets, all replies
+            but the last having one, are tokens drawn so. Both need a temperature.
     """
 
     tokens: np.ndarray
@@ -60,6 +64,8 @@ class Request:
     margin: bool = False
     guidance: float = 0.0
     unconditional: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    adapted: bool = False
+    drafts: Literal["propose", "verify"] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ class Reply:
         p_target: [r] probability of the target (of token 0 where no targets were given).
         entropy: [r] in nats; zeros where it was not asked for.
         margin: [r] largest less second largest probability; zeros where it was not asked for.
+        acceptance: [r] min(1, p / q) of the targets that are verified, p and q being what top-k and top-p leave at the
+            temperature; the token is then drawn from what p has over q, which follows a refusal. Else zeros.
     """
 
     tokens: np.ndarray
@@ -79,6 +87,7 @@ class Reply:
     p_target: np.ndarray
     entropy: np.ndarray
     margin: np.ndarray
+    acceptance: np.ndarray
 
 
 Row: TypeAlias = Generator[Request, Reply, Generation]

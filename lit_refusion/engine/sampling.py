@@ -7,6 +7,8 @@ from torch import Tensor
 
 from lit_refusion.engine.request import Sampling
 
+LEAST_RESIDUAL = 1e-5
+
 
 def draw_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """[m] tokens from [m, V] fp32 logits by the Gumbel trick in float64.
@@ -14,10 +16,35 @@ def draw_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator) 
     Float64 because uniform noise in fp32 has too few values near 0 to reach the rare tokens (arXiv 2409.02908).
     """
     logits = filter_logits(logits, top_k=sampling.top_k, top_p=sampling.top_p, temperature=sampling.temperature)
+    return _draw(logits.double() / sampling.temperature, generator)
+
+
+def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """[m, V] probabilities that `draw_tokens` draws from."""
+    logits = filter_logits(logits, top_k=sampling.top_k, top_p=sampling.top_p, temperature=sampling.temperature)
+    return (logits / sampling.temperature).softmax(-1)
+
+
+def draw_residual(p: Tensor, q: Tensor, generator: torch.Generator) -> Tensor:
+    """[m] tokens from max(p - q, 0), normalised: what follows a refused draft (arXiv 2211.17192, section 2.3).
+
+    Args:
+        p: [m, V] the distribution wanted.
+        q: [m, V] the one that drafts were drawn from.
+        generator: source of noise.
+
+    Where p is nowhere above q but for rounding, no draft is refused, and the token is drawn from p.
+    """
+    residual = (p - q).clamp(min=0)
+    residual = torch.where(residual.sum(-1, keepdim=True) > LEAST_RESIDUAL, residual, p)
+    return _draw(residual.double().log(), generator)
+
+
+def _draw(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """[m] tokens from [m, V] float64 log-probabilities, up to a constant."""
     uniform = torch.rand(logits.shape, dtype=torch.float64, device=logits.device, generator=generator)
     tiny = torch.finfo(torch.float64).tiny
-    gumbel = -(-uniform.clamp(min=tiny).log()).log()
-    return (logits.double() / sampling.temperature + gumbel).argmax(-1)
+    return (logits - (-uniform.clamp(min=tiny).log()).log()).argmax(-1)
 
 
 def filter_logits(logits: Tensor, *, top_k: int, top_p: float, temperature: float) -> Tensor:

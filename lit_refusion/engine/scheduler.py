@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_refusion.backbone import Backbone
 from lit_refusion.engine.cache import BufferCache
 from lit_refusion.engine.request import Reply, Request, Row
-from lit_refusion.engine.sampling import draw_tokens
+from lit_refusion.engine.sampling import distribution, draw_residual, draw_tokens
 from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation
 from lit_refusion.losses import MAX_LOGITS
@@ -21,12 +21,13 @@ from lit_refusion.views import MASK
 
 @dataclass
 class _Live:
-    """A row under way: its generator, the request that waits, and its own source of noise."""
+    """A row under way: its generator, the request that waits, its own source of noise, and drafts to be verified."""
 
     number: int
     row: Row
     request: Request
     generator: torch.Generator
+    proposed: list[Tensor] = field(default_factory=list)  # [r, V] in all, the distributions they were drawn from
 
 
 @torch.inference_mode()
@@ -77,11 +78,22 @@ class _Scheduler:
         """Forward passes until every row has returned."""
         self._refill()
         while self.live:
-            replies = self._forward([live.request for live in self.live])
-            for place in reversed(range(len(self.live))):
-                self._advance(place, replies[place])
+            places = self._together()
+            replies = self._forward([self.live[place] for place in places], places)
+            for place, reply in reversed(list(zip(places, replies, strict=True))):
+                self._advance(place, reply)
             self._refill()
         return [self.results[number] for number in range(len(self.rows))]
+
+    def _together(self) -> list[int]:
+        """The rows of the next forward pass: adapted passes and others cannot be joined, so the larger group goes.
+
+        Rows whose passes alternate fall into step by it: the smaller group waits until the larger one has joined it.
+        """
+        groups: tuple[list[int], list[int]] = ([], [])
+        for place, live in enumerate(self.live):
+            groups[live.request.adapted].append(place)
+        return max(groups, key=len)
 
     def _refill(self) -> None:
         while len(self.live) < self.limit and self.started < len(self.rows):
@@ -102,18 +114,21 @@ class _Scheduler:
                 self.live[place] = self.live[last]
             self.live.pop()
 
-    def _forward(self, requests: list[Request]) -> list[Reply]:
+    def _forward(self, lives: list[_Live], rows: list[int]) -> list[Reply]:
+        """One forward pass for these rows of the cache."""
+        requests = [live.request for live in lives]
         table, visible = self._table(requests)  # [b, Q, 9]
-        places = table[:, :, 2]
-        self.cache.aim(places, visible=visible)
+        self.cache.aim(table[:, :, 2], rows=rows, visible=visible)
+        adapted: dict[str, bool] = {"adapted": True} if requests[0].adapted else {}
         hidden = self.backbone.model.base_model(
             input_ids=table[:, :, 0],
             position_ids=table[:, :, 1],
             attention_mask=interval_mask(table[:, :, 3:], visible),
             cache=self.cache,
             use_cache=True,
+            **adapted,
         ).last_hidden_state  # [b, Q, D]
-        return self._replies(hidden, requests)
+        return self._replies(hidden, lives)
 
     def _table(self, requests: list[Request]) -> tuple[Tensor, int]:
         """Tokens, positions, places and intervals of all queries in one transfer; rows are right-padded."""
@@ -134,8 +149,9 @@ class _Scheduler:
         device = self.backbone.device
         return torch.from_numpy(table).to(device, non_blocking=True), visible
 
-    def _replies(self, hidden: Tensor, requests: list[Request]) -> list[Reply]:
-        """Reduce logits on the device and bring [R, 5] figures back in one transfer."""
+    def _replies(self, hidden: Tensor, lives: list[_Live]) -> list[Reply]:
+        """Reduce logits on the device and bring [R, 6] figures back in one transfer."""
+        requests = [live.request for live in lives]
         width = hidden.shape[1]
         places, partners, targets = [], [], []
         for b, request in enumerate(requests):
@@ -150,10 +166,10 @@ class _Scheduler:
         counts = [request.num_replies for request in requests]
         owner = np.repeat(np.arange(len(requests)), counts)
 
-        figures = torch.zeros(len(owner), 5, dtype=torch.float64, device=hidden.device)
+        figures = torch.zeros(len(owner), 6, dtype=torch.float64, device=hidden.device)
         for part in split_replies(counts, limit=max(1, MAX_LOGITS // self.backbone.vocab_size)):
             logits = self._guided_logits(rows, chosen[:2, part], owner[part], requests)
-            figures[part] = self._figures(logits, chosen[2, part], owner[part], requests)
+            figures[part] = self._figures(logits, chosen[2, part], owner[part], lives)
         table = figures.cpu().numpy()
         parts = np.split(table, np.cumsum(counts)[:-1])
         return [Reply(part[:, 0].astype(np.int64), *part[:, 1:].T) for part in parts]
@@ -168,9 +184,10 @@ class _Scheduler:
             logits = without + (scale + 1) * (logits - without)
         return logits
 
-    def _figures(self, logits: Tensor, targets: Tensor, owner: np.ndarray, requests: list[Request]) -> Tensor:
-        """[R, 5]: token, its probability, the target's, entropy, margin. Overwrites `logits`."""
-        figures = torch.zeros(len(logits), 5, dtype=torch.float64, device=logits.device)
+    def _figures(self, logits: Tensor, targets: Tensor, owner: np.ndarray, lives: list[_Live]) -> Tensor:
+        """[R, 6]: token, its probability, the target's, entropy, margin, acceptance. Overwrites `logits`."""
+        requests = [live.request for live in lives]
+        figures = torch.zeros(len(logits), 6, dtype=torch.float64, device=logits.device)
         log_total = logits.logsumexp(-1, keepdim=True)
         if any(request.entropy for request in requests):
             figures[:, 3] = torch.special.entr((logits - log_total).exp()).sum(-1).double()
@@ -178,21 +195,39 @@ class _Scheduler:
             best = (logits.topk(2, dim=-1).values - log_total).exp().double()
             figures[:, 4] = best[:, 0] - best[:, 1]
         logits[:, self.backbone.mask_token_id] = -torch.inf  # no decoder may commit [MASK]
-        tokens = self._draw(logits, owner, requests)
+        tokens, figures[:, 5] = self._draw(logits, targets, owner, lives)
         pair = torch.stack([tokens, targets], dim=1)
         figures[:, 0] = tokens.double()
         figures[:, 1:3] = (logits.gather(1, pair) - log_total).exp().double()
         return figures
 
-    def _draw(self, logits: Tensor, owner: np.ndarray, requests: list[Request]) -> Tensor:
-        tokens = logits.argmax(-1)
+    def _draw(self, logits: Tensor, targets: Tensor, owner: np.ndarray, lives: list[_Live]) -> tuple[Tensor, Tensor]:
+        """[R] tokens and [R] acceptance of the targets."""
+        tokens, acceptance = logits.argmax(-1), torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
         for b in np.unique(owner):
-            sampling = requests[b].sampling
-            if sampling.temperature > 0:
-                first, last = np.searchsorted(owner, [b, b + 1])
-                own = slice(int(first), int(last))
-                tokens[own] = draw_tokens(logits[own], sampling, self.live[b].generator)
-        return tokens
+            live = lives[b]
+            first, last = np.searchsorted(owner, [b, b + 1])
+            own = slice(int(first), int(last))
+            if live.request.drafts == "verify":
+                tokens[own], acceptance[own] = _verify(logits[own], targets[own], live)
+            elif live.request.sampling.temperature > 0:
+                tokens[own] = draw_tokens(logits[own], live.request.sampling, live.generator)
+                if live.request.drafts == "propose":
+                    live.proposed.append(distribution(logits[own], live.request.sampling))
+        return tokens, acceptance
+
+
+def _verify(logits: Tensor, targets: Tensor, live: _Live) -> tuple[Tensor, Tensor]:
+    """[r] tokens that follow if a target is refused, and [r] its acceptance; the last reply, without one, is a draw.
+
+    Replies may come in parts, first to last: what is proposed is used up as they do.
+    """
+    p = distribution(logits, live.request.sampling)
+    proposed = torch.cat([*live.proposed, p.new_zeros(1, p.shape[1])])  # nothing is proposed for the last
+    q, live.proposed = proposed[: len(p)], [proposed[len(p) : -1]]
+    tokens = draw_residual(p, q, live.generator)
+    ratio = (p.gather(1, targets[:, None]) / q.gather(1, targets[:, None])).double()[:, 0]
+    return tokens, ratio.clamp(max=1).nan_to_num(nan=0.0)
 
 
 def split_replies(counts: Sequence[int], *, limit: int) -> list[slice]:

@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from lightning.fabric.strategies.model_parallel import _METADATA_FILENAME
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
@@ -100,7 +108,30 @@ class FullyShard(ModelParallelStrategy):
         materialise(backbone, device=self.root_device, shared=shared)
         fully_shard(backbone, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         if backbone.weight_files:
-            stream_weights(backbone.model, backbone.weight_files, _scatter, is_reader=self.is_global_zero)
+            stream_weights(
+                backbone.model, backbone.weight_files, _scatter, copies=backbone.copies, is_reader=self.is_global_zero
+            )
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The parameters that train, in shares; frozen ones are their model's."""
+        module: Any = self.model
+        options = StateDictOptions(cpu_offload=True, ignore_frozen_params=True)
+        return get_model_state_dict(module, options=options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """The same parameters and the optimizers' states, on any number of ranks."""
+        path = Path(self.broadcast(checkpoint_path))
+        module: Any = self.model
+        state = {"state_dict": get_model_state_dict(module, options=StateDictOptions(ignore_frozen_params=True))}
+        dcp.load(state, checkpoint_id=path)
+        module.load_state_dict(state["state_dict"], strict=False)
+        for number, optimizer in enumerate(self.optimizers):
+            key = f"optimizer_{number}"
+            states = {key: get_optimizer_state_dict(module, optimizer)}
+            dcp.load(states, checkpoint_id=path)
+            options = StateDictOptions(cpu_offload=True)
+            set_optimizer_state_dict(module, optimizer, optim_state_dict=states[key], options=options)
+        return torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Every rank writes its share beside the target; rank 0 renames the folder when all are done."""

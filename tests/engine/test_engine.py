@@ -163,7 +163,7 @@ def test_buffer_is_allocated_once_and_returned_as_a_view(backbone: Backbone) -> 
     config = backbone.model.config
     cache = BufferCache(config, num_rows=2, capacity=10, dtype=torch.float32, device=torch.device("cpu"))
     address = cache.buffer.data_ptr()
-    cache.aim(torch.tensor([[0, 1], [4, 10]]), visible=6)
+    cache.aim(torch.tensor([[0, 1], [4, 10]]), rows=[0, 1], visible=6)
     keys = torch.randn(2, config.num_key_value_heads, 2, config.head_dim)
     returned, _ = cache.update(keys, keys, 0)
     assert returned.shape == (2, config.num_key_value_heads, 6, config.head_dim)
