@@ -156,7 +156,10 @@ def load_model(
     }  # fmt: skip
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     if is_adapter_folder(path):
-        return _load_adapter(Path(path), tokenizer, base=base, options=options)
+        found = _load_adapter(Path(path), tokenizer, base=base, options=options)
+        if objective is not None and objective.name != found.spec.objective:
+            raise UserError(f"objective={objective.name}: but model={path} was trained with '{found.spec.objective}'")
+        return found
     if base is not None:
         raise UserError(f"base={base}: only an adapter has one, and model={path} is whole; leave it out")
     backbone = Backbone.from_pretrained(path, tokenizer=tokenizer, **options)

@@ -179,7 +179,12 @@ def test_decoder_refuses_prompts_without_tokens(decoder: Decoder, backbone: Back
 def test_recipes_build_with_every_objective(experiment: str, objective_name: str) -> None:
     config = load_config("train", [f"experiment={experiment}", f"objective={objective_name}"])
     built = build({**config, "data": config["data"]["folder"]}, TrainConfig)
-    assert built.trainer.global_batch_size == 512
-    assert (built.optimizer.learning_rate, built.optimizer.schedule) == (2e-5, "cosine")
-    data = load_config("prepare", ["data=refusion_3p7m"])["data"]
-    assert build(data, PrepareConfig).max_length == 4096
+    batch, learning_rate, longest = (160, 2e-4, 2048) if "orthrus" in experiment else (512, 2e-5, 4096)
+    assert built.trainer.global_batch_size == batch
+    assert (built.optimizer.learning_rate, built.optimizer.schedule) == (learning_rate, "cosine")
+    assert config["data"]["max_length"] == longest
+
+
+@pytest.mark.parametrize("name", ["refusion_3p7m", "refusion_120k", "orthrus_600k", "demo"])
+def test_data_sets_build(name: str) -> None:
+    build(load_config("prepare", [f"data={name}"])["data"], PrepareConfig)

@@ -11,11 +11,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from lit_refusion.commands import compose
+from lit_refusion.data.answers import Answering
 from lit_refusion.data.prepare import PrepareConfig, Prepared, prepare
 from lit_refusion.data.remote import is_remote
 from lit_refusion.data.selection import DUPLICATE, SourceCounts
 from lit_refusion.data.shards import Manifest
 from lit_refusion.data.verification import verify
+from lit_refusion.decoder import Decoder
 from lit_refusion.errors import UserError
 from lit_refusion.new_folder import partial_folder
 from lit_refusion.processes import num_cores
@@ -63,13 +65,32 @@ def _prepare(config: dict[str, Any], progress: Progress) -> int:
             f"num_workers={workers}, dry_run={dry_run}: give a number of processes or null, and true or false"
         )
     workers = num_cores() if workers is None else workers
+    answering = _answering(config, settings)
     try:
-        prepared = prepare(settings, num_workers=workers, dry_run=dry_run, progress=progress)
+        prepared = prepare(settings, answering=answering, num_workers=workers, dry_run=dry_run, progress=progress)
     except KeyboardInterrupt:
         print(f"what is finished is kept in {partial_folder(Path(settings.folder))}; run the command again to go on")
         raise
     _report(prepared, settings)
     return 0
+
+
+def _answering(config: dict[str, Any], settings: PrepareConfig) -> Answering | None:
+    """Who writes the responses anew, if anybody does."""
+    if not isinstance(config["regenerate_responses"], bool):
+        raise UserError(f"regenerate_responses={config['regenerate_responses']}: give true or false")
+    if not config["regenerate_responses"]:
+        return None
+    build(config["decoder"], Decoder, key="decoder")
+    fields = {
+        "model": config["model"] or settings.tokenizer,
+        "tokenizer": settings.tokenizer,
+        "max_length": settings.max_length,
+        "token_dtype": "uint32",
+        "seed": settings.seed,
+        **{name: config[name] for name in ("decoder", "device", "dtype")},
+    }
+    return build(fields, Answering, key="regenerate_responses")
 
 
 def _report(prepared: Prepared, settings: PrepareConfig) -> None:

@@ -11,7 +11,7 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -167,7 +167,7 @@ def make_part(block: bytes, settings: Tokenizing, folder: str) -> Part:
     name = hashlib.blake2b(block, digest_size=12, key=hashlib.sha256(identity).digest()).hexdigest()
     report = Path(folder) / f"{name}.json"
     if report.is_file():
-        return Part(folder=folder, name=name, **_read_report(report))
+        return Part(folder=folder, name=name, **read_report(report))
     content: Block = pickle.loads(block)
     tokenizer = _tokenizer(settings.tokenizer, settings.fingerprint)
     errors: list[str] = []
@@ -181,14 +181,30 @@ def make_part(block: bytes, settings: Tokenizing, folder: str) -> Part:
             arrays.append(tokens.astype(settings.dtype))
             entries.append((key, token_digest(tokens, len(prompt)), len(prompt), len(tokens)))
     figures = {"read": len(content.records), "bad": len(errors), "errors": errors[:LISTED_ERRORS]}
+    return write_part(Path(folder), name, arrays, np.array(entries, PART_DTYPE), figures)
+
+
+def write_part(
+    folder: Path, name: str, arrays: Sequence[np.ndarray], entries: np.ndarray, figures: dict[str, Any]
+) -> Part:
+    """Write a part's files.
+
+    Args:
+        folder: of the parts.
+        name: of this one.
+        arrays: tokens of each example, prompt and response.
+        entries: [num_examples] PART_DTYPE.
+        figures: `read`, `bad` and `errors`, see `Part`.
+    """
+    report = folder / f"{name}.json"
     with _written_whole(report.with_suffix(".tokens")) as file:
         for array in arrays:
             file.write(array.tobytes())
     with _written_whole(report.with_suffix(".npy")) as file:
-        np.save(file, np.array(entries, PART_DTYPE))
+        np.save(file, entries)
     with _written_whole(report) as file:  # last, so a part with a report is whole
         file.write(json.dumps(figures).encode())
-    return Part(folder=folder, name=name, **_read_report(report))
+    return Part(folder=str(folder), name=name, **read_report(report))
 
 
 @contextmanager
@@ -216,7 +232,8 @@ def packed(block: Block) -> bytes:
     return content.getvalue()
 
 
-def _read_report(path: Path) -> dict[str, Any]:
+def read_report(path: Path) -> dict[str, Any]:
+    """The figures of a finished part."""
     figures = json.loads(path.read_text(encoding="utf-8"))
     return {**figures, "errors": tuple(figures["errors"])}
 

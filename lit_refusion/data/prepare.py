@@ -11,9 +11,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from rich.progress import Progress
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_refusion.chat import PromptFormat
 from lit_refusion.data import lengths
+from lit_refusion.data.answers import Answering, answer_all, check_answering
 from lit_refusion.data.parts import LISTED_ERRORS, PART_DTYPE, Part, Tokenizing, blocks, make_part, packed
 from lit_refusion.data.selection import SourceCounts, select
 from lit_refusion.data.shard_writing import EXAMPLE_DTYPE, Shard, describe, write_shard
@@ -91,7 +92,12 @@ class Prepared:
 
 
 def prepare(
-    config: PrepareConfig, *, num_workers: int = 0, dry_run: bool = False, progress: Progress | None = None
+    config: PrepareConfig,
+    *,
+    answering: Answering | None = None,
+    num_workers: int = 0,
+    dry_run: bool = False,
+    progress: Progress | None = None,
 ) -> Prepared:
     """Write the data set that `config` describes.
 
@@ -99,6 +105,7 @@ def prepare(
 
     Args:
         config: the data set.
+        answering: the model whose answers take the place of the responses; None to keep these.
         num_workers: processes; 0 does the work in this one.
         dry_run: count only. The tokenised parts stay for the run that follows.
         progress: shows how far it is.
@@ -110,11 +117,15 @@ def prepare(
         raise UserError(f"num_workers={num_workers}: must not be negative")
     tokenizer = load_tokenizer(config.tokenizer)
     config.prompt_format.check(tokenizer)
+    if answering is not None:
+        check_answering(answering)
     target = Path(config.folder)
     with resumable_folder(target, setting="data.folder") as (out, work):
         run = _Preparation(config, tokenizer, out, work, num_workers, progress)
         prepared = run.select()
         if not dry_run:
+            if answering is not None:
+                run.answer(answering)
             prepared.manifest = run.write(prepared.counts)
             finish(target)
     return prepared
@@ -138,6 +149,7 @@ class _Preparation:
         self.dtype = np.dtype(np.uint16 if max(self.num_ids - 1, config.max_length) < 2**16 else np.uint32)
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.parts: list[Part] = []
+        self.answered_by: dict[str, Any] | None = None
         self.examples = np.empty(0, EXAMPLE_DTYPE)
         self.keys = np.empty(0, np.uint64)
 
@@ -170,6 +182,16 @@ class _Preparation:
         self._check_number(len(rows), prepared.counts)
         self._locate(joined, rows, [len(part) for part in entries[1:]])
         return prepared
+
+    def answer(self, settings: Answering) -> None:
+        """Put a model's answers in the place of the chosen examples' responses."""
+        settings = replace(settings, token_dtype=self.dtype.name)
+        paths, folder = [part.tokens_path for part in self.parts], self.work / "answers"
+        folder.mkdir(exist_ok=True)
+        self.parts = answer_all(self.examples, self.keys, paths, settings, folder, progress=self.progress)
+        self.answered_by = {"model": settings.model, "decoder": settings.decoder}
+        entries = np.concatenate([part.entries() for part in self.parts])
+        self._locate(entries, np.arange(len(entries)), [part.read for part in self.parts])
 
     def write(self, counts: list[SourceCounts]) -> Manifest:
         """Write shards, index, counts, tokenizer and, last, the manifest."""
@@ -281,5 +303,6 @@ class _Preparation:
             dtype=self.dtype.name,
             tokenizer_fingerprint=self.fingerprint,
             prompt_format=asdict(self.config.prompt_format),
+            answered_by=self.answered_by,
             sources=[asdict(count) for count in counts],
         )

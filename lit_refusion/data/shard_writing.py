@@ -70,7 +70,7 @@ def write_shard(
     token_counts = np.zeros(num_ids, np.int64)
     temporary = path.with_suffix(".partial")
     with temporary.open("wb") as file, webdataset.TarWriter(file, mtime=0) as writer:
-        for place, tokens in enumerate(_gather(examples, parts, np.dtype(dtype))):
+        for place, tokens in enumerate(gather(examples, parts, np.dtype(dtype))):
             token_counts += np.bincount(tokens, minlength=num_ids)
             array = np.concatenate([examples["prompt_length"][place : place + 1].astype(dtype), tokens])
             writer.write({"__key__": f"{first + place:09d}", "npy": array})
@@ -111,7 +111,7 @@ def array_offsets(path: Path) -> list[int]:
     return offsets
 
 
-def _gather(examples: np.ndarray, parts: Sequence[Path], dtype: np.dtype) -> list[np.ndarray]:
+def gather(examples: np.ndarray, parts: Sequence[Path], dtype: np.dtype) -> list[np.ndarray]:
     """The tokens of each example, read part by part."""
     tokens: list[np.ndarray] = [np.empty(0, dtype)] * len(examples)
     for part in np.unique(examples["part"]):

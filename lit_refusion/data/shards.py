@@ -60,6 +60,7 @@ class Manifest:
     tokenizer_fingerprint: str = ""
     content_fingerprint: str = ""
     prompt_format: dict[str, Any] = field(default_factory=dict)
+    answered_by: dict[str, Any] | None = None  # the model and decoder that wrote the responses anew
     sources: list[dict[str, Any]] = field(default_factory=list)  # see SourceCounts
     lengths: dict[str, list[int]] = field(default_factory=dict)  # see lengths.histogram
     shards: list[dict[str, Any]] = field(default_factory=list)  # name, num_bytes, sha256
