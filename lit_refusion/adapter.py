@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ class AdapterSettings:
 
 def is_adapter_folder(path: str | Path) -> bool:
     """Whether an adapter was exported there."""
-    return (Path(path) / SETTINGS).is_file()
+    return any((Path(path) / name).is_file() for name in (SETTINGS, WEIGHTS))
 
 
 def trainable(backbone: Backbone) -> dict[str, torch.nn.Parameter]:
@@ -68,19 +67,29 @@ def trainable(backbone: Backbone) -> dict[str, torch.nn.Parameter]:
 
 
 def base_fingerprint(backbone: Backbone) -> str | None:
-    """A digest of the frozen weights; None where all train.
+    """The fingerprint of the frozen weights; None where all train."""
+    frozen = {name for name, parameter in backbone.model.named_parameters() if not parameter.requires_grad}
+    return weights_fingerprint(backbone, frozen) if frozen else None
+
+
+def weights_fingerprint(backbone: Backbone, names: set[str] | None = None) -> str:
+    """A digest of the weights of these names, or of all.
 
     Of every weight eight rows count, rounded to bf16: cheap for any size, and the same for a model that is loaded in
-    another precision.
+    another precision. Rows that an embedding table has grown for [MASK] do not count.
     """
-    frozen = [name for name, parameter in backbone.model.named_parameters() if not parameter.requires_grad]
-    if not frozen:
-        return None
+    names = set(dict(backbone.model.named_parameters())) if names is None else names
     digest = hashlib.sha256()
-    for name, shape, rows in sorted(_sampled(backbone, set(frozen)), key=lambda item: item[0]):
+    for name, shape, rows in sorted(_sampled(backbone, names), key=lambda item: item[0]):
         digest.update(f"{name}{tuple(shape)}".encode())
         digest.update(rows.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def shape_fingerprint(backbone: Backbone) -> str:
+    """A digest of the names and shapes of what trains."""
+    shapes = sorted((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in trainable(backbone).items())
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:32]
 
 
 def save_adapter(folder: Path, settings: AdapterSettings, weights: dict[str, Tensor]) -> None:
@@ -139,17 +148,22 @@ def load_weights(backbone: Backbone, folder: Path, base: Base, *, origin: str) -
 def _sampled(backbone: Backbone, names: set[str]) -> Iterator[tuple[str, list[int], Tensor]]:
     """(name, shape, some rows) of these weights, from the files where they are not loaded yet."""
     if not backbone.weight_files:
+        tables = [backbone.model.get_input_embeddings().weight, backbone.model.get_output_embeddings().weight]
         for name, parameter in backbone.model.named_parameters():
             if name in names:
-                yield name, list(parameter.shape), parameter.detach()[_rows(len(parameter))]
+                is_table = any(parameter is table for table in tables)
+                rows = parameter.detach()[: backbone.num_trained_rows] if is_table else parameter.detach()
+                yield name, list(rows.shape), rows[_rows(len(rows))]
         return
-    with ExitStack() as stack:
-        for file in backbone.weight_files:
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-            for name in names.intersection(opened.keys()):
-                part = opened.get_slice(name)
-                shape = part.get_shape()
-                yield name, shape, torch.cat([part[row : row + 1] for row in _rows(shape[0])])
+    for file in backbone.weight_files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in names.intersection(opened.keys()):
+                    part = opened.get_slice(name)
+                    shape = part.get_shape()
+                    yield name, shape, torch.cat([part[row : row + 1] for row in _rows(shape[0])])
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file}: cannot read it: {first_line(error)}; fetch the model again") from error
 
 
 def _rows(length: int) -> list[int]:

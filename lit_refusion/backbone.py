@@ -124,13 +124,22 @@ class Backbone(nn.Module):
     """An unmodified Hugging Face causal LM with RoPE, and the ids that go with it."""
 
     def __init__(
-        self, model: PreTrainedModel, *, mask_token_id: int, eos_token_id: int | None, attention: AttentionBackend
+        self,
+        model: PreTrainedModel,
+        *,
+        mask_token_id: int,
+        eos_token_id: int | None,
+        attention: AttentionBackend,
+        num_trained_rows: int | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.mask_token_id, self._eos_token_id = mask_token_id, eos_token_id
         self.attention_backend = attention
         self.loss_kernel: LossKernel = "chunked"
+        self.num_trained_rows = (
+            num_trained_rows or model.config.vocab_size
+        )  # of the tables, before they grew for [MASK]
         self.weight_files: list[Path] = []  # of a model whose weights the strategy still has to read
         self.copies: dict[str, str] = {}  # added parameters that start as copies of the model's, by name
 
@@ -166,10 +175,16 @@ class Backbone(nn.Module):
         model = load_pretrained(
             str(path_or_id), dtype=dtype, attention=attention, trust_remote_code=trust_remote_code, **options
         )
+        num_rows = model.config.vocab_size
         mask_token_id = choose_mask_token(model, tokenizer, mask_token_id)
         model.to(device)  # type: ignore[arg-type]
-        eos_token_id = _eos_token_id(model, tokenizer)
-        return cls(model, mask_token_id=mask_token_id, eos_token_id=eos_token_id, attention=attention)
+        return cls(
+            model,
+            mask_token_id=mask_token_id,
+            eos_token_id=_eos_token_id(model, tokenizer),
+            attention=attention,
+            num_trained_rows=num_rows,
+        )
 
     @classmethod
     def from_architecture(

@@ -182,7 +182,8 @@ def _load_adapter(
     """The base model with an adapter's parameters beside its own."""
     settings = read_settings(folder)
     origin = base or settings.base.path
-    assert origin is not None
+    if origin is None or (Path(origin).is_absolute() and not Path(origin).is_dir()):
+        raise UserError(f"{folder / SETTINGS}: the base model was {origin}, which is not there; give base=...")
     backbone = Backbone.from_pretrained(
         origin,
         tokenizer=tokenizer,
@@ -190,7 +191,11 @@ def _load_adapter(
         mask_token_id=settings.base.mask_token_id,
         **options,
     )
-    build(settings.objective, Objective, key=f"{folder / SETTINGS}: objective").prepare(backbone)
+    try:
+        objective = build(settings.objective, Objective, key="objective")
+    except UserError as error:
+        raise UserError(f"{folder / SETTINGS}: {error}; export the adapter again") from error
+    objective.prepare(backbone)
     load_weights(backbone, folder, settings.base, origin=origin)
     spec = DiffusionSpec.from_dict(settings.spec, origin=str(folder / SETTINGS))
     prompt_format = build(settings.prompt_format, PromptFormat, key=f"{folder / SETTINGS}: prompt_format")

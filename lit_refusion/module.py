@@ -197,11 +197,12 @@ class TrainingModule(L.LightningModule):
         """Refuse to go on from another objective's, data set's or model's checkpoint."""
         if saved is None:
             raise UserError(f"resume: the checkpoint has no '{RECORD_KEY}' record; choose another run folder")
-        if found := model_differences(saved, self.record):
-            raise UserError(
-                f"resume: the checkpoint's weights do not fit ({describe(found)}); choose another run folder"
-            )
         found = differences(saved, self.record)
+        if misfits := model_differences(saved, self.record):
+            raise UserError(
+                f"resume: the checkpoint's weights do not fit ({describe({**misfits, **found})}); choose another run "
+                "folder"
+            )
         if found and not self.force_resume:
             raise UserError(
                 f"resume: the run has changed: {describe(found)}; choose another run folder, or go on all the same "

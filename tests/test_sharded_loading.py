@@ -75,7 +75,7 @@ def copy(parameter: nn.Parameter, tensor: Tensor | None) -> None:
 
 def fill(folder: Path) -> PreTrainedModel:
     model = made(folder)
-    stream_weights(model, weight_files(str(folder)), copy, is_reader=True)
+    stream_weights(model, weight_files(str(folder)), copy, copies={}, is_reader=True)
     return model
 
 
@@ -208,7 +208,7 @@ def test_ranks_that_do_not_read_take_part_in_the_same_order(max_shard_size: str,
             assert (tensor is not None) is reads
             orders[-1].append(places[id(parameter)])
 
-        stream_weights(model, weight_files(str(tmp_path)), note, is_reader=is_reader)
+        stream_weights(model, weight_files(str(tmp_path)), note, copies={}, is_reader=is_reader)
     assert orders[0] == orders[1]
     assert sorted(orders[0]) == list(range(len(orders[0])))
 
@@ -228,7 +228,7 @@ def test_a_missing_weight_is_named_on_every_rank(is_reader: bool, folder: Path) 
     del tensors[NAME]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match=rf"{folder}: 1 weights are not in its files \({NAME}, \.\.\.\)"):
-        stream_weights(made(folder), weight_files(str(folder)), copy, is_reader=is_reader)
+        stream_weights(made(folder), weight_files(str(folder)), copy, copies={}, is_reader=is_reader)
 
 
 def test_a_missing_file_of_several_is_told_by_its_weights(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_damaged_file_is_named_on_every_rank(length: int, is_reader: bool, tmp
     model, files = made(tmp_path), weight_files(str(tmp_path))
     files[1].write_bytes(files[1].read_bytes()[:length])
     with pytest.raises(UserError, match=rf"{files[1]}: cannot read it: .*; fetch the model again"):
-        stream_weights(model, files, copy, is_reader=is_reader)
+        stream_weights(model, files, copy, copies={}, is_reader=is_reader)
 
 
 @pytest.mark.parametrize("shape", [(7, 32), (48, 1), (1,)])

@@ -25,6 +25,9 @@ from lit_refusion.sharded_checkpoint import ZERO_TAG, replacing
 from lit_refusion.sharded_loading import is_skeleton, materialise_own, stream_weights
 from lit_refusion.strategy import Layout, StrategyConfig, check_timeout
 
+DECODING = -1
+"""Stands for a module that uses parameters, among the numbers that DeepSpeed gives them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeed(StrategyConfig):
@@ -178,10 +181,56 @@ class ZeRO(DeepSpeedStrategy):
             backbone.model, backbone.weight_files, assign, copies=backbone.copies, is_reader=self.is_global_zero
         )
 
+    @contextlib.contextmanager
+    def decoding(self, backbone: Backbone) -> Iterator[bool]:
+        """At stage 3: embeddings and head whole for a while; layers are gathered as they run, by all ranks.
+
+        DeepSpeed gives a parameter back behind its module's forward pass, unless another module is using it, and it
+        fetches ahead by the order of training, which is another one.
+        """
+        if self.config["zero_optimization"]["stage"] < 3:  # type: ignore[index]
+            yield False
+            return
+        import deepspeed
+
+        inside = {id(parameter) for layer in backbone.layers for parameter in layer.parameters()}
+        outside: list[Any] = [parameter for parameter in backbone.parameters() if id(parameter) not in inside]
+        engine: Any = self.deepspeed_engine
+        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+        with deepspeed.zero.GatheredParameters(outside):
+            for parameter in outside:
+                parameter.ds_active_sub_modules.add(DECODING)
+            try:
+                yield True
+            finally:
+                for parameter in outside:
+                    parameter.ds_active_sub_modules.discard(DECODING)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Every rank writes its share beside the target; rank 0 renames the folder when all are done."""
-        with replacing(Path(self.broadcast(filepath)), self, saved=checkpoint) as folder:
+        with (
+            replacing(Path(self.broadcast(filepath)), self, saved=checkpoint) as folder,
+            self._without_frozen_parameters(),
+        ):
             super().save_checkpoint(checkpoint, folder, storage_options)
+
+    @contextlib.contextmanager
+    def _without_frozen_parameters(self) -> Iterator[None]:
+        """DeepSpeed leaves them out by their first name only, so that a tied one is saved under its second."""
+        engine: Any = self.deepspeed_engine
+        parameters = dict(engine.module.named_parameters())
+        trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+        whole_state = engine.module_state_dict
+        if len(trained) < len(parameters):
+            engine.module_state_dict = lambda *args, **options: {
+                name: tensor for name, tensor in whole_state(*args, **options).items() if name in trained
+            }
+        try:
+            yield
+        finally:
+            engine.module_state_dict = whole_state
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """As Lightning's; a checkpoint of another number of ranks goes through DeepSpeed's universal format."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -82,6 +84,15 @@ def _scatter(parameter: nn.Parameter, tensor: Tensor | None) -> None:
     shares.copy_(distribute_tensor(whole, shares.device_mesh, shares.placements))
 
 
+def _own_state(module: Any, **options: Any) -> dict[str, Any]:
+    """The state of the parameters that train; torch's own choice forgets the second name of a tied one."""
+    state = get_model_state_dict(module, options=StateDictOptions(ignore_frozen_params=True, **options))
+    parameters = dict(module.named_parameters())
+    if all(parameter.requires_grad for parameter in parameters.values()):
+        return state
+    return {name: value for name, value in state.items() if name in parameters and parameters[name].requires_grad}
+
+
 class FullyShard(ModelParallelStrategy):
     """Lightning's strategy that shards a backbone, and replaces a checkpoint in one rename."""
 
@@ -112,17 +123,24 @@ class FullyShard(ModelParallelStrategy):
                 backbone.model, backbone.weight_files, _scatter, copies=backbone.copies, is_reader=self.is_global_zero
             )
 
+    @contextmanager
+    def decoding(self, backbone: Any) -> Iterator[bool]:
+        """Embeddings and head whole for a while; layers are gathered as they run, so ranks must run the same passes."""
+        backbone.unshard()
+        try:
+            yield True
+        finally:
+            backbone.reshard()
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The parameters that train, in shares; frozen ones are their model's."""
-        module: Any = self.model
-        options = StateDictOptions(cpu_offload=True, ignore_frozen_params=True)
-        return get_model_state_dict(module, options=options)
+        return _own_state(self.model, cpu_offload=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """The same parameters and the optimizers' states, on any number of ranks."""
         path = Path(self.broadcast(checkpoint_path))
         module: Any = self.model
-        state = {"state_dict": get_model_state_dict(module, options=StateDictOptions(ignore_frozen_params=True))}
+        state = {"state_dict": _own_state(module)}
         dcp.load(state, checkpoint_id=path)
         module.load_state_dict(state["state_dict"], strict=False)
         for number, optimizer in enumerate(self.optimizers):
