@@ -11,7 +11,7 @@ import numpy as np
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.engine.request import Row
-from lit_refusion.engine.scheduler import decode
+from lit_refusion.engine.scheduler import Watch, decode
 from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation
 from lit_refusion.noise import Stream, noise
@@ -74,6 +74,7 @@ class Decoder(ABC):
         *,
         seed: int = 0,
         indices: Sequence[int] | None = None,
+        watch: Watch | None = None,
     ) -> list[Generation]:
         """Decode prompts of any lengths.
 
@@ -83,6 +84,7 @@ class Decoder(ABC):
             seed: seed of the sampling noise.
             indices: number of each prompt in its data set (default 0, 1, ...). Noise is keyed by (seed, index), so
                 a prompt's result depends neither on its neighbours nor on the batch size.
+            watch: what to follow and decide while it goes on.
 
         Raises:
             UserError: a prompt has no tokens.
@@ -101,6 +103,7 @@ class Decoder(ABC):
             batch_size=self.batch_size,
             capacity=self.capacity(max(map(len, prompts), default=0)),
             seeds=seeds,
+            watch=watch,
         )
 
     def fit_to(self, spec: DiffusionSpec, *, force: bool = False) -> Decoder:

@@ -42,6 +42,8 @@ class TrainerConfig:
         validate_every: steps between validations.
         log_every: steps between logged figures.
         checkpoint_every: steps between saves of the last state; the one before it is kept as well.
+        monitor: figure of validation that the best checkpoint is chosen by, as val/loss or decode/NAME/accuracy.
+        monitor_mode: whether the best is the "min" or the "max" of it.
         precision: "auto" is fp32 on CPU and bf16 on CUDA.
         accelerator: "auto", "cpu" or "gpu".
         devices: devices per node, or "auto".
@@ -57,6 +59,8 @@ class TrainerConfig:
     validate_every: int
     log_every: int
     checkpoint_every: int
+    monitor: str
+    monitor_mode: Literal["min", "max"]
     precision: str
     accelerator: Literal["auto", "cpu", "gpu"]
     devices: int | str
@@ -175,7 +179,12 @@ def _checkpoints(config: TrainerConfig, run: Path, *, has_validation: bool) -> l
     if not has_validation:
         return [last]
     best = ModelCheckpoint(
-        folder, BEST, monitor="val/loss", enable_version_counter=False, save_on_train_epoch_end=False
+        folder,
+        BEST,
+        monitor=config.monitor,
+        mode=config.monitor_mode,
+        enable_version_counter=False,
+        save_on_train_epoch_end=False,
     )
     return [best, last]  # the saved state knows the best one
 

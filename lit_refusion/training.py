@@ -14,10 +14,12 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import LambdaCallback
 from transformers import PreTrainedTokenizerBase
 
-from lit_refusion.adapter import Base, base_fingerprint
+from lit_refusion.adapter import Base, base_fingerprint, shape_fingerprint
 from lit_refusion.attention import BLOCK
 from lit_refusion.backbone import Backbone, BackboneConfig
+from lit_refusion.callbacks.decoding import DecodingCallback, DecodingConfig, check_decodings
 from lit_refusion.callbacks.interrupt import StopGracefully
+from lit_refusion.chat import PromptFormat
 from lit_refusion.data.loader import DataModule, LoaderConfig
 from lit_refusion.data.remote import CacheConfig
 from lit_refusion.data.shards import Shards
@@ -30,6 +32,7 @@ from lit_refusion.objective import Objective
 from lit_refusion.optimizer import OptimizerConfig
 from lit_refusion.ranks import rank_log
 from lit_refusion.run_folder import LOGS, TOKENIZER, resume_point
+from lit_refusion.schema import build
 from lit_refusion.strategy import StrategyConfig
 from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
 from lit_refusion.trainer import TrainerConfig, make_trainer
@@ -52,6 +55,7 @@ class TrainConfig:
         optimizer: AdamW.
         trainer: how long, on what.
         strategy: how the model lies on the devices.
+        decoding: decoders that run in validation, by name.
         launcher: where the processes are started.
         dry_run: only say what would be done.
     """
@@ -67,6 +71,7 @@ class TrainConfig:
     optimizer: OptimizerConfig
     trainer: TrainerConfig
     strategy: StrategyConfig
+    decoding: dict[str, DecodingConfig]
     launcher: Launcher
     dry_run: bool
 
@@ -116,6 +121,7 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
     )
     run.mkdir(parents=True, exist_ok=True)
     validates = len(data.validation_indices) > 0
+    decodings = _decodings(config, shards, tokenizer, has_validation=validates)
     stop = StopGracefully(config.trainer.validate_every if validates else None)
     origin = LambdaCallback(on_train_start=lambda *_: _write_origin(run, resolved, tokenizer))
     trainer = make_trainer(
@@ -125,7 +131,7 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         run=run,
         max_steps=max_steps,
         resume_from=resume_from,
-        callbacks=[origin, stop],
+        callbacks=[origin, stop, *decodings],
     )
     if trainer.is_global_zero:
         print(_header(config, spec=spec, backbone=backbone, data=data, max_steps=max_steps), flush=True)
@@ -133,6 +139,29 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
     score = trainer.callback_metrics.get("val/loss")
     loss = None if score is None else float(score)
     return TrainResult(run, trainer.global_step, stop.was_stopped, loss, trainer.is_global_zero)
+
+
+def _decodings(
+    config: TrainConfig, shards: Shards, tokenizer: PreTrainedTokenizerBase, *, has_validation: bool
+) -> list[DecodingCallback]:
+    """The decoders that run in validation."""
+    check_decodings(
+        config.decoding,
+        validate_every=config.trainer.validate_every,
+        has_validation=has_validation,
+        monitor=config.trainer.monitor,
+    )
+    return [
+        DecodingCallback(
+            name,
+            settings,
+            tokenizer=tokenizer,
+            prompt_format=build(shards.manifest.prompt_format, PromptFormat, key="prompt_format"),
+            spec=config.objective.spec(None),
+            folder=Path(config.run) / "decoding",
+        )
+        for name, settings in config.decoding.items()
+    ]
 
 
 def _record(resolved: dict[str, Any], spec: dict[str, Any], shards: Shards, backbone: Backbone) -> dict[str, Any]:
@@ -145,6 +174,7 @@ def _record(resolved: dict[str, Any], spec: dict[str, Any], shards: Shards, back
         "model_config": backbone.model.config.to_dict(),
         "prompt_format": shards.manifest.prompt_format,
         "base": _base(resolved["backbone"], backbone),
+        "trained_shapes": shape_fingerprint(backbone),
     }
 
 

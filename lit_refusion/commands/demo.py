@@ -94,8 +94,10 @@ def _prepare(settings: DemoConfig, folder: Path, console: Console) -> list[dict[
     """Write and prepare the training problems; return the held-out ones."""
     data, records = folder / "data", folder / "records" / "train.jsonl"
     heldout = generate(settings.num_heldout, seed=1, held_out=True)
+    records.parent.mkdir(parents=True, exist_ok=True)
+    lines = [{"question": problem["query"], "answer": problem["answer"]} for problem in heldout]
+    (records.parent / "heldout.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     if not data.exists():
-        records.parent.mkdir(parents=True, exist_ok=True)
         problems = generate(settings.num_train, seed=0)
         records.write_text("".join(json.dumps(problem) + "\n" for problem in problems), encoding="utf-8")
         overrides = ["data=demo", f"data.folder={data}", f"data.sources.0.files=[{records}]"]

@@ -62,8 +62,8 @@ class BufferCache(Cache):
         returned = []
         for kind, states in enumerate((key_states, value_states)):
             buffer = self.buffer[layer_idx, kind]
-            buffer[self._rows, self._places] = states.transpose(1, 2)
-            returned.append(buffer[self._returned, : self._visible].transpose(1, 2))
+            buffer[self._rows, self._places] = states.transpose(1, 2).to(buffer.dtype)
+            returned.append(buffer[self._returned, : self._visible].transpose(1, 2).to(states.dtype))
         return returned[0], returned[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

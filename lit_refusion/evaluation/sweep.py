@@ -1,0 +1,95 @@
+"""The result of a sweep over a decoder's settings: one table, and the trade-offs as plots."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ACCURACY, SPEED, PASSES = "accuracy", "tokens_per_second", "tokens_per_forward"
+
+
+def write_sweep(folder: Path, names: Sequence[str], results: Sequence[dict[str, Any]]) -> Path:
+    """`sweep.csv`: the swept settings and all figures of each evaluation, one a row.
+
+    Args:
+        folder: of the sweep.
+        names: swept settings.
+        results: what `Evaluation.run` returned.
+    """
+    figures = sorted({name for result in results for name in result["figures"]})
+    temporary = folder / ".sweep.csv.partial"
+    with temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*names, *figures])
+        for result in results:
+            values = [result["decoder"][name] for name in names]
+            writer.writerow([*values, *(result["figures"].get(name, "") for name in figures)])
+    return temporary.replace(folder / "sweep.csv")
+
+
+def draw_sweep(folder: Path, names: Sequence[str], results: Sequence[dict[str, Any]]) -> list[Path]:
+    """Accuracy and speed over each setting (Fig. 4 of arXiv 2512.13586), and accuracy over tokens per pass (Fig. 7).
+
+    Returns:
+        The pictures; none without matplotlib.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return []
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    pictures = []
+    for name in names:
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+        for label, group in _groups(name, names, results):
+            values = [result["decoder"][name] for result in group]
+            left.plot(values, [100 * result["figures"][ACCURACY] for result in group], "o-", label=label)
+            right.plot(values, [_speed(result) for result in group], "o-", label=label)
+        left.set_ylabel("accuracy (%)")
+        right.set_ylabel("tokens per second")
+        for axes in (left, right):
+            axes.set_xlabel(name.replace("_", " "))
+        if len(names) > 1:
+            left.legend(fontsize="small")
+        pictures.append(_save(figure, folder / f"{name}.png"))
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for result in results:
+        label = ", ".join(str(result["decoder"][name]) for name in names)
+        place = (result["figures"][PASSES], 100 * result["figures"][ACCURACY])
+        axes.plot(*place, "o", color="#08519c")
+        axes.annotate(label, place, textcoords="offset points", xytext=(4, 4), fontsize="small")
+    axes.set_xlabel("tokens per forward pass")
+    axes.set_ylabel("accuracy (%)")
+    axes.set_title(", ".join(name.replace("_", " ") for name in names), fontsize="medium")
+    axes.margins(x=0.12, y=0.12)
+    return [*pictures, _save(figure, folder / "frontier.png")]
+
+
+def _groups(
+    name: str, names: Sequence[str], results: Sequence[dict[str, Any]]
+) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The results of one line each: those that differ in `name` only, with the other settings as the label."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        others = [f"{other.replace('_', ' ')} {result['decoder'][other]}" for other in names if other != name]
+        groups.setdefault(", ".join(others), []).append(result)
+    return [(label, sorted(group, key=lambda result: result["decoder"][name])) for label, group in groups.items()]
+
+
+def _speed(result: dict[str, Any]) -> float:
+    """At batch 1 where it was measured, else in batches."""
+    figures = result["figures"]
+    batched = next(value for key, value in figures.items() if key.startswith(f"{SPEED}_batch"))
+    return figures.get(f"{SPEED}_batch_1", batched)
+
+
+def _save(figure: Any, path: Path) -> Path:
+    from matplotlib import pyplot as plt
+
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
