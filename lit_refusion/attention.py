@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch.nn import functional as F
 
 from lit_refusion.errors import UserError
 from lit_refusion.views import Batch
+
+AttentionBackend = Literal["sdpa", "flex_attention", "flash_attention_2"]
 
 BLOCK = 128
 """Tokens of a FlexAttention block, each way."""
@@ -138,6 +140,17 @@ def block_mask(attention: Attention, batch: Batch, *, context: Batch | None = No
     return BlockMask.from_kv_blocks(
         *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=lengths
     )
+
+
+def kernel_arguments(
+    kernel: AttentionBackend, attention: Attention, batch: Batch, *, context: Batch | None
+) -> dict[str, Any]:
+    """What a Hugging Face model takes for a rule under a kernel."""
+    if kernel == "sdpa":
+        return {"attention_mask": dense_mask(attention, batch, context=context)}
+    if kernel == "flex_attention":
+        return {"attention_mask": block_mask(attention, batch, context=context)}
+    return {"attention_mask": None, **varlen_args(attention, batch)}
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_refusion.attention import Attention, block_mask, dense_mask, varlen_args
+from lit_refusion.attention import Attention, AttentionBackend, kernel_arguments
 from lit_refusion.context import Context, Prefix, Recording
 from lit_refusion.errors import UserError
 from lit_refusion.losses import LossKernel, fused_cross_entropy, token_cross_entropy
@@ -26,8 +26,6 @@ from lit_refusion.model_loading import load_pretrained, make_fresh
 from lit_refusion.sharded_loading import skeleton, weight_files
 from lit_refusion.spec import DiffusionSpec
 from lit_refusion.views import Batch
-
-AttentionBackend = Literal["sdpa", "flex_attention", "flash_attention_2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,15 +284,8 @@ class Backbone(nn.Module):
             record: receives the keys and values of this pass.
             adapted: go through the parameters that an objective has put beside frozen ones (`Objective.prepare`).
         """
-        mask: Any = None
-        extra: dict[str, Any] = {}
         others = None if context is None else context.batch
-        if self.attention_backend == "sdpa":
-            mask = dense_mask(attention, batch, context=others)
-        elif self.attention_backend == "flex_attention":
-            mask = block_mask(attention, batch, context=others)
-        else:
-            extra = varlen_args(attention, batch)
+        extra = kernel_arguments(self.attention_backend, attention, batch, context=others)
         if context is not None:
             extra["cache"] = Prefix(context)
         elif record is not None:
@@ -304,7 +295,6 @@ class Backbone(nn.Module):
         return self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            attention_mask=mask,
             use_cache=False,
             **extra,
         ).last_hidden_state

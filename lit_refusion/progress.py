@@ -12,7 +12,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
 
-
 DECODED = ("accuracy", "tokens_per_forward")
 """Figures of a decoding that are shown."""
 
