@@ -43,6 +43,7 @@ class AutoregressiveDecoder(Decoder):
         """One token per pass; the first pass carries the prompt."""
         sampling = Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         response: list[int] = []
+        steps: list[Step] = []
         fed = prompt  # tokens whose keys are not in the buffer yet
         while True:
             places = len(prompt) + len(response) - len(fed) + np.arange(len(fed))
@@ -53,8 +54,10 @@ class AutoregressiveDecoder(Decoder):
                 intervals=visible((0, places + 1)),
                 num_replies=1,
                 sampling=sampling,
+                steps=steps,
             )
             token = int(reply.tokens[0])
+            steps.append(Step("token", (len(response),), (token,)))
             response.append(token)
             is_over = self.stop_at_eos and token == eos_token_id
             if is_over or len(response) == self.max_new_tokens:
@@ -65,5 +68,5 @@ class AutoregressiveDecoder(Decoder):
             uncut_tokens=tuple(response),
             forward_passes=len(response),
             stop="eos" if is_over else "length",
-            steps=tuple(Step("token", (place,), (token,)) for place, token in enumerate(response)),
+            steps=tuple(steps),
         )

@@ -174,6 +174,7 @@ class _Response:
             sampling=Sampling(temperature=settings.temperature, top_p=settings.top_p),
             entropy=settings.ranking == "entropy",
             margin=settings.ranking == "margin",
+            steps=self.steps,
         )
 
     def _block_end(self, fed: np.ndarray, *, start: int, stop: int) -> np.ndarray:

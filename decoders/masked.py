@@ -186,6 +186,7 @@ class _Response:
             sampling=Sampling(temperature=settings.temperature, top_p=settings.top_p),
             entropy=settings.ranking == "entropy" or settings.entropy_bound is not None,
             margin=settings.ranking == "margin",
+            steps=self.steps,
         )
         return self._with_guidance(request) if settings.guidance else request
 

@@ -31,7 +31,8 @@ class OrthrusDecoder(Decoder):
     first refused one is replaced by a draw from what p has over q (arXiv 2211.17192). Either way the text is
     distributed as the frozen model's own; in fp32 a greedy one is equal to it, token for token.
 
-    A cycle costs two passes and gives 1 to n tokens. `acceptance_length` is the mean number of kept drafts.
+    A cycle costs two passes and gives 1 to n tokens. `acceptance_length` is the mean number of drafts in a cycle that
+    the frozen model agrees with, those behind an end of sequence included.
 
     Args:
         block_size: n, the anchor and n - 1 drafts; null takes the model's. It shrinks at the end of the budget.
@@ -127,9 +128,9 @@ class _Response:
         drafts = np.full(length - 1, MASK)
         for quota in reveal.quotas(length - 1, min(self.settings.num_steps, length - 1)):
             block = np.concatenate([[self.tokens[-1]], drafts])
-            self.steps.append(Step("block", (), ()))
             seen = (0, anchor + length)
             reply = yield self._request(block[order], places[order], seen, num_replies=length - 1, drafts="propose")
+            self.steps.append(Step("block", (), ()))
             score = np.where(drafts == MASK, reply.p_token, -np.inf)
             chosen = reveal.reveal_quota(score, int(quota))
             drafts = np.where(chosen, reply.tokens, drafts)
@@ -147,7 +148,7 @@ class _Response:
             is_kept = self.rng.random(len(drafts)) < reply.acceptance[:-1]
         else:
             is_kept = reply.tokens[:-1] == drafts
-        count = int(np.cumprod(is_kept).sum())
+        count = reveal.leading(is_kept)
         self.num_accepted.append(count)
         return [*drafts[:count].tolist(), int(reply.tokens[count])]
 
@@ -171,6 +172,7 @@ class _Response:
             sampling=self.sampling,
             adapted=drafts == "propose",
             drafts=drafts if self.settings.temperature > 0 else None,
+            steps=self.steps,
         )
 
     def _commit(self, tokens: list[int], kind: str) -> bool:

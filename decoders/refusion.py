@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
+from lit_refusion import reveal
 from lit_refusion.decoder import Decoder
 from lit_refusion.engine.request import Reply, Request, Row, Sampling, visible
 from lit_refusion.errors import UserError
@@ -113,6 +114,7 @@ class _Response:
     response: np.ndarray = field(init=False)  # [L] token, or MASK
     steps: list[Step] = field(default_factory=list)
     round_rates: list[float] = field(default_factory=list)
+    is_verified: list[bool] = field(default_factory=list)  # of each accepted slot: as it was drafted, or completed
 
     def __post_init__(self) -> None:
         self.response = np.full(self.settings.canvas, MASK, np.int64)
@@ -138,14 +140,16 @@ class _Response:
         slots, drafts = todo[chosen], drafts[chosen]
         accepted = yield from self._verify(slots, drafts)  # [m, k] bool
 
-        run = _leading(accepted.ravel())
+        run = reveal.leading(accepted.ravel())
         end = _first(drafts.ravel()[:run] == self.eos)
         count = run // k if end is None else end // k + 1
         if count:
             self._commit(slots[:count], drafts.ravel()[: count * k if end is None else end + 1])
             ends_at = None if end is None else slots[count - 1]
+            self.is_verified += [True] * count
         else:
             count = len(slots)
+            self.is_verified += [False] * count
             ends_at = yield from self._complete(slots, drafts, accepted)
             if ends_at is not None and self.settings.as_released:
                 # The fault: a place among the selected slots, used as a place among all masked ones.
@@ -162,7 +166,7 @@ class _Response:
         prompt = self.prompt[self.num_committed :]  # empty once the prompt's keys are there
         where = len(self.prompt) + (slots[:, None] * k + np.arange(k)).ravel()
         places = self.num_committed + np.arange(len(prompt) + len(where))
-        reply = yield Request(
+        reply = yield self._request(
             tokens=np.concatenate([prompt, np.full(len(where), MASK)]),
             positions=np.concatenate([np.arange(len(prompt)), where]),
             places=places,
@@ -186,7 +190,7 @@ class _Response:
         k = self.settings.slot_size
         places = self.num_committed + np.arange(drafts.size)
         following = np.roll(drafts, -1, axis=1)  # token j + 1 of the slot; nothing is read of the last column
-        reply = yield Request(
+        reply = yield self._request(
             tokens=drafts.ravel(),
             positions=len(self.prompt) + (slots[:, None] * k + np.arange(k)).ravel(),
             places=places,
@@ -207,7 +211,7 @@ class _Response:
         """
         k = self.settings.slot_size
         tokens = tokens.copy()  # [m, k]
-        done = np.array([_leading(row) for row in accepted])  # [m] accepted tokens of each slot
+        done = np.array([reveal.leading(row) for row in accepted])  # [m] accepted tokens of each slot
         keyed = np.where(np.arange(len(slots)) == 0, done, 0)  # [m] of those, how many have their final keys
         ends_at = None
         column = np.arange(k)
@@ -224,7 +228,7 @@ class _Response:
             self.steps.append(Step("verify", (), ()))
             passes = column < done[:, None] + 1  # the first open token is accepted without a test
             passes[:, 1:][scoring[:, :-1]] |= reply.p_target > self.settings.token_threshold
-            done = np.array([_leading(row) for row in passes])
+            done = np.array([reveal.leading(row) for row in passes])
             keyed = done.copy()
 
             ended = ((tokens == self.eos) & (column < done[:, None])).any(1)
@@ -259,7 +263,7 @@ class _Response:
         s, j = (np.concatenate(pair) for pair in zip(np.nonzero(first), np.nonzero(then)))
         base = self.num_committed + s * k
         following = np.roll(tokens, -1, axis=1)[then]
-        return Request(
+        return self._request(
             tokens=tokens[s, j],
             positions=len(self.prompt) + slots[s] * k + j,
             places=base + j,
@@ -273,7 +277,7 @@ class _Response:
         k = self.settings.slot_size
         places = self.num_committed + np.arange(len(flat))
         where = (slots[:, None] * k + np.arange(k)).ravel()[: len(flat)]
-        yield Request(
+        yield self._request(
             tokens=flat,
             positions=len(self.prompt) + where,
             places=places,
@@ -281,6 +285,9 @@ class _Response:
             num_replies=0,
         )
         self.steps.append(Step("recompute", (), ()))
+
+    def _request(self, **fields: Any) -> Request:
+        return Request(steps=self.steps, **fields)
 
     def _commit(self, slots: np.ndarray, flat: np.ndarray) -> None:
         """Make the first places of the scratch final; the last slot may be cut short by end-of-sequence."""
@@ -295,19 +302,15 @@ class _Response:
         uncut = self.response[self.response != MASK]
         end = _first(uncut == self.eos)
         kept = uncut[: end + 1] if self.settings.stop_at_eos and end is not None else uncut
+        rate, verified = np.mean(self.round_rates), np.mean(self.is_verified)
         return Generation(
             tokens=tuple(kept[: self.settings.max_new_tokens].tolist()),
             uncut_tokens=tuple(uncut.tolist()),
             forward_passes=len(self.steps),
             stop="length" if end is None else "eos",
             steps=tuple(self.steps),
-            statistics={"official_tpf": float(np.mean(self.round_rates))},
+            statistics={"official_tpf": float(rate), "verified_slots": float(verified)},
         )
-
-
-def _leading(flags: np.ndarray) -> int:
-    """Length of the leading run of True."""
-    return len(flags) if flags.all() else int(flags.argmin())
 
 
 def _first(flags: np.ndarray) -> int | None:

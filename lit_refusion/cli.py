@@ -17,6 +17,9 @@ COMMANDS = {
     "preview": "show what an objective trains on: roles, weights, attention mask",
     "train": "train a backbone with an objective",
     "generate": "decode a prompt with an exported model",
+    "evaluate": "decode and score a task with an exported model",
+    "analyze": "study an exported model: dependency (of masked tokens on each other)",
+    "likelihood": "measure how likely an exported model finds the responses of prepared data",
     "export": "write a run's model as a Hugging Face folder",
     "doctor": "check versions, devices, limits, communication and disk of this machine",
     "demo": "prepare, train, decode and compare on the embedded data",
@@ -85,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--show-config", action="store_true", help="print the resolved settings and stop")
         if name == "generate":
             sub.add_argument("--show-steps", action="store_true", help="print what every forward pass committed")
+            sub.add_argument("--chat", action="store_true", help="talk with the model, line by line")
+            sub.add_argument("--stream", action="store_true", help="print the answer while it is decoded")
+            sub.add_argument("--html", metavar="FILE", help="write a page that replays the decoding")
     return parser
 
 

@@ -15,6 +15,8 @@ class Stream(enum.IntEnum):
     EPOCH_ORDER = 2
     DECODING = 3
     MASK_RATE_PAIR = 4
+    LIKELIHOOD = 5
+    DEPENDENCY = 6
 
 
 def noise(seed: int, *, index: int, epoch: int, stream: Stream) -> np.random.Generator:

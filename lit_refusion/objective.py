@@ -11,9 +11,13 @@ from torch import Tensor
 
 from lit_refusion.attention import Attention
 from lit_refusion.backbone import Backbone
+from lit_refusion.errors import UserError
 from lit_refusion.examples import Example
 from lit_refusion.spec import DiffusionSpec
 from lit_refusion.views import IGNORE, Batch, View
+
+LAST_STEP = 2**62
+"""An optimizer step at which every schedule is at its end."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,36 @@ class Objective(ABC):
     def spec(self, mask_token_id: int | None) -> DiffusionSpec:
         """The conventions that a decoder must share."""
 
+    @property
+    def likelihood_kind(self) -> Literal["exact", "bound"] | None:
+        """What `likelihood_views` estimate: -log p ("exact", by any one draw), an upper bound of it, or nothing."""
+        return None
+
+    @property
+    def likelihood_meaning(self) -> str:
+        """What the estimate is, in a sentence for the result file."""
+        return "none"
+
+    def likelihood_views(self, example: Example, u: float, rng: np.random.Generator) -> list[View]:
+        """Rows whose weighted cross-entropies sum to an estimate of -log p(response | prompt), in nats, not per token.
+
+        The mean over `u` and `rng` is the figure that `likelihood_kind` names. They may differ from the rows of
+        training, and see what `likelihood_attention` says.
+
+        Args:
+            example: with at least one prompt token, from which the first response token can be predicted.
+            u: uniform on [0, 1), in the place of the noise level, so that the draws of an example can be stratified.
+            rng: all other randomness.
+
+        Raises:
+            UserError: the objective has no likelihood.
+        """
+        raise UserError(f"objective={self.name}: it has no likelihood; it would have to define likelihood_views")
+
+    def likelihood_attention(self) -> Attention:
+        """The attention rule of `likelihood_views`: that of training, its schedule at the end."""
+        return self.attention(LAST_STEP)
+
     def prepare(self, backbone: Backbone) -> None:  # noqa: B027 - a hook, not a duty
         """Change the backbone before training, for example freeze it and add parameters. Default: nothing."""
 
@@ -99,6 +133,18 @@ class Objective(ABC):
         is_supervised = supervised_rows(batch)
         targets = batch.targets[is_supervised].clamp(min=0)
         return Loss.of(batch, is_supervised, backbone.token_cross_entropy(hidden[is_supervised], targets))
+
+    def masked_view(self, example: Example, is_masked: np.ndarray) -> View:
+        """The row in which just the response tokens of `is_masked` ([R] bool) are hidden, for studies of a model.
+
+        Nothing in it is random. Its supervised rows predict the hidden tokens, one each, in reading order.
+
+        Raises:
+            UserError: the objective has no row for any set of hidden tokens.
+        """
+        raise UserError(
+            f"objective={self.name}: it hides no free choice of tokens; it would have to define masked_view"
+        )
 
 
 def supervised_rows(batch: Batch) -> Tensor:

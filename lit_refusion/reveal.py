@@ -81,6 +81,11 @@ def time_quota(num_hidden: int, step: int, num_steps: int, *, eps: float = 1e-3)
     return int(num_hidden * (1 - grid[step + 1] / grid[step]))
 
 
+def leading(flags: np.ndarray) -> int:
+    """Length of the leading run of True."""
+    return int(np.cumprod(flags).sum())
+
+
 def ended_at(response: np.ndarray, eos_token_id: int, hidden: int) -> int | None:
     """Place of the first end-of-sequence token once nothing before it is hidden, else None."""
     ends = np.flatnonzero(response == eos_token_id)

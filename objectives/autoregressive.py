@@ -1,6 +1,6 @@
 """Next-token prediction on the response. Shapes: P prompt tokens, R response tokens, N = P + R."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -50,6 +50,20 @@ class Autoregressive(Objective):
             weights=weights,
             term=np.where(targets == IGNORE, -1, 0),
         )
+
+    @property
+    def likelihood_kind(self) -> Literal["exact", "bound"]:
+        """The chain rule."""
+        return "exact"
+
+    @property
+    def likelihood_meaning(self) -> str:
+        """The chain rule."""
+        return "-log p(response | prompt) by the chain rule"
+
+    def likelihood_views(self, example: Example, u: float, rng: np.random.Generator) -> list[View]:
+        """The row of training, every response token with weight 1."""
+        return [replace(self, average="token").view(example, rng)]
 
     def attention(self, step: int) -> Attention:
         """Causal."""

@@ -5,11 +5,12 @@ Shapes: P prompt tokens, R response tokens, N = P + R, C tokens of the noisy cop
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
 
+from lit_refusion.any_order import hide_some
 from lit_refusion.attention import BLOCK_CAUSAL, Attention
 from lit_refusion.errors import UserError
 from lit_refusion.examples import Example
@@ -164,6 +165,48 @@ class BD3(Objective):
             self.arrange(example, ~is_masked, t=1 - t, share=share),
         ]
 
+    @property
+    def likelihood_kind(self) -> Literal["exact", "bound"]:
+        """The bound is exact where a block has one token."""
+        return "exact" if self.block_size == 1 else "bound"
+
+    @property
+    def likelihood_meaning(self) -> str:
+        """The chain rule over blocks, and the any-order bound inside them."""
+        if self.block_size == 1:
+            return "-log p(response | prompt) by the chain rule over blocks of one token"
+        given = ", tokens of its last block" if self.pad_policy == "none" else ""
+        return (
+            f"upper bound of -log p(response | prompt{given}): chain rule over blocks of {self.block_size}, inside a "
+            "block the mean over all orders of decoding one token at a time"
+        )
+
+    def likelihood_views(self, example: Example, u: float, rng: np.random.Generator) -> list[View]:
+        """A row in which every block has l of its L response tokens hidden, with weight L / l, l uniform in 1 .. L.
+
+        Block b takes (u + b / K) mod 1 for its l. The settings of noise and weights play no part. What lacks in the
+        last block is left out, or filled with [MASK]s that are not counted where training filled it.
+
+        With `shift` the first token of a block is predicted by the clean row before it, and then seen by the others:
+        so the decoder has it. In training it is predicted by the noisy row before it, which sees less.
+        """
+        num_prompt, num_response = len(example.prompt_ids), len(example.response_ids)
+        block = self._blocks(num_prompt, num_response)
+        is_opening = np.zeros(num_response, bool)
+        if self.shift:
+            is_opening = np.diff(block)[num_prompt - 1 :] > 0
+        block = block[num_prompt:] - block[num_prompt]
+        is_masked, t = np.zeros(num_response, bool), np.ones(num_response)
+        for number in range(count := int(block[-1]) + 1):
+            places = np.flatnonzero((block == number) & ~is_opening)
+            if len(places):
+                is_hidden = hide_some(len(places), (u + number / count) % 1, rng)
+                is_masked[places], t[places] = is_hidden, is_hidden.mean()
+        settings = replace(
+            self, weighting="inverse_t", average="token", pad_policy="none" if self.pad_policy == "none" else "mask"
+        )
+        return [_with_openings(settings.arrange(example, is_masked, t=t), example, np.flatnonzero(is_opening))]
+
     def attention(self, step: int) -> Attention:
         """Block-causal over clean and noisy copies."""
         return BLOCK_CAUSAL
@@ -179,3 +222,11 @@ class BD3(Objective):
             block_origin=self.block_origin,
             pad_policy=self.pad_policy,
         )
+
+
+def _with_openings(view: View, example: Example, openings: np.ndarray) -> View:
+    """The row with these response tokens predicted by the clean row before them, with weight 1."""
+    rows = len(example.prompt_ids) + openings - 1
+    targets, weights, term = view.targets.copy(), view.weights.copy(), view.term.copy()
+    targets[rows], weights[rows], term[rows] = example.response_ids[openings], 1, 0
+    return replace(view, targets=targets, weights=weights, term=term)

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from lit_refusion.any_order import any_order_row
 from lit_refusion.attention import FULL, Attention, annealed
 from lit_refusion.errors import UserError
 from lit_refusion.examples import Example
@@ -77,6 +78,27 @@ class Dream(Objective):
         """One row, or two that complement each other."""
         masks = bernoulli_masks(len(example.response_ids), rng, eps=self.eps, complementary=self.complementary)
         return [self.arrange(example, is_masked, p_mask=p, share=1 / len(masks)) for is_masked, p in masks]
+
+    @property
+    def likelihood_kind(self) -> Literal["exact", "bound"]:
+        """The negative evidence lower bound."""
+        return "bound"
+
+    @property
+    def likelihood_meaning(self) -> str:
+        """The any-order bound."""
+        return (
+            "upper bound of -log p(response | prompt, number of response tokens): mean over all orders of decoding one "
+            "token at a time"
+        )
+
+    def likelihood_views(self, example: Example, u: float, rng: np.random.Generator) -> list[View]:
+        """A row with l hidden tokens of weight R / l, shifted; CART weights are not those of a likelihood."""
+        return [any_order_row(example, u, rng, shift=True)]
+
+    def masked_view(self, example: Example, is_masked: np.ndarray) -> View:
+        """The response hidden in these places."""
+        return self.arrange(example, is_masked, p_mask=max(self.eps, float(is_masked.mean())))
 
     def attention(self, step: int) -> Attention:
         """Full, or on the way there."""

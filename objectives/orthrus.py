@@ -147,6 +147,35 @@ class Orthrus(Objective):
         follows = anchors[:, None] + np.arange(1, self.block_size) < len(example)
         return np.concatenate([is_masked & follows, np.zeros((len(anchors), 1), bool)], axis=1)
 
+    @property
+    def likelihood_kind(self) -> Literal["exact", "bound"]:
+        """The frozen model's chain rule."""
+        return "exact"
+
+    @property
+    def likelihood_meaning(self) -> str:
+        """The frozen model's chain rule; what decoding is lossless of."""
+        return "-log p(response | prompt) of the frozen model, by the chain rule; the twins have no part in it"
+
+    def likelihood_views(self, example: Example, u: float, rng: np.random.Generator) -> list[View]:
+        """The clean row alone, each response token predicted by the row before it."""
+        length, num_prompt = len(example), len(example.prompt_ids)
+        targets = np.full(length, IGNORE, np.int64)
+        targets[num_prompt - 1 : length - 1] = example.response_ids
+        return [
+            View(
+                input_ids=np.concatenate([example.prompt_ids, example.response_ids]),
+                position_ids=np.arange(length),
+                targets=targets,
+                weights=(targets != IGNORE).astype(np.float32),
+                term=np.where(targets == IGNORE, -1, 0),
+            )
+        ]
+
+    def likelihood_attention(self) -> Attention:
+        """Causal, as the frozen model is."""
+        return CAUSAL
+
     def attention(self, step: int) -> Attention:
         """Block-causal over clean tokens and blocks (M_diff)."""
         return BLOCK_CAUSAL
@@ -218,7 +247,9 @@ def add_twin(attention: Any, names: tuple[str, ...]) -> None:
     The layer's class is changed to one that knows its twin, so that the names of its weights stay what they were.
     """
     twin = copy.copy(attention)
-    twin._modules = dict(attention._modules)
+    for name, value in vars(attention).items():  # hooks, parameters and modules of its own
+        if isinstance(value, dict):
+            vars(twin)[name] = value.copy()
     for name in names:
         if name in twin._modules:
             twin._modules[name] = copy.deepcopy(attention._modules[name]).requires_grad_(True)

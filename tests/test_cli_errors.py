@@ -202,7 +202,7 @@ ERRORS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "decoder of another objective": (
         [*GENERATE[:3], "decoder=ar"],
-        ["AutoregressiveDecoder", "['autoregressive']", "'refusion'", "force=true"],
+        ["AutoregressiveDecoder", "['autoregressive', 'orthrus']", "'refusion'", "force=true"],
     ),
     # nothing is overwritten
     "run folder in use": ([*TRAIN, "run={run}"], ["run={run}", "holds a checkpoint", "resume=auto"]),

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from lit_refusion.adapter import weights_fingerprint
 from lit_refusion.chat import PromptFormat
-from lit_refusion.commands import compose
+from lit_refusion.commands import compose, harness
 from lit_refusion.decoder import Decoder
 from lit_refusion.errors import UserError
 from lit_refusion.evaluation.answers import Examiner
@@ -90,6 +90,8 @@ class EvaluateConfig:
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate, and print a table; a sweep prints one row for each combination."""
+    if harness.is_asked(arguments):
+        return harness.run(arguments)
     overrides = [_listed(text) for text in arguments.overrides]
     arguments.overrides = without_decoder(overrides)
     config = compose(arguments)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from lit_refusion.generation import Generation
+from lit_refusion.generation import Generation, Step
 
 NUM_INTERVALS = 3
 """Visible intervals of the buffer per query: enough for prefixes, slots, blocks and dual caches."""
@@ -51,6 +51,7 @@ class Request:
         drafts: speculative sampling (arXiv 2211.17192, 2302.01318). "propose": the distributions that this request's
             reply tokens are drawn from are kept for the next request that verifies. "verify": the targets, all replies
             but the last having one, are tokens drawn so. Both need a temperature.
+        steps: the row's passes so far, for those who watch it; a row that leaves them out is seen at its end.
     """
 
     tokens: np.ndarray
@@ -66,6 +67,7 @@ class Request:
     unconditional: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     adapted: bool = False
     drafts: Literal["propose", "verify"] | None = None
+    steps: Sequence[Step] = ()
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,7 @@ def test_equals_the_slow_reference(tokenizer: Any, architecture: str, seed: int,
         assert list(generation.tokens) == expected.response_ids_to_eos[: decoder.max_new_tokens]
         assert generation.forward_passes == expected.forward_passes
         assert generation.statistics["official_tpf"] == pytest.approx(expected.reported_tpf)
+        assert generation.statistics["verified_slots"] == pytest.approx(expected.verified_slots)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -22,6 +22,7 @@ class ReferenceDecode:
     response_ids_to_eos: list[int]  # cut behind the first EOS
     forward_passes: int  # the prompt rides on the first; a predict or verify round of completion counts once
     reported_tpf: float  # the official statistic: mean over iterations of k * slots / passes
+    verified_slots: float  # share of slots that were accepted as drafted, and not completed
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def decode(
     per_block, num_slots = block_size // slot_size, -(-gen_length // slot_size)
     buffer = [Token(id, i, list(range(i + 1))) for i, id in enumerate(prompt_ids)]
     ask = partial(query_logits, logits_fn, buffer)
-    forward_passes, rates = 0, []
+    forward_passes, rates, num_fast_slots, num_slow_slots = 0, [], 0, 0
     for start in range(0, num_slots, per_block):
         todo = list(range(start, min(start + per_block, num_slots)))  # open slots of this block
         while todo:
@@ -77,6 +78,8 @@ def decode(
             if num_fast == 0:
                 accepted, rounds = complete(ask, selected, token_threshold, mask_id, eos_id)
             forward_passes += 2 + 2 * rounds
+            num_fast_slots += num_fast
+            num_slow_slots += 0 if num_fast else len(selected)
             rates.append(slot_size * (num_fast or len(selected)) / (2 + 2 * rounds))  # dropped slots count
             append_slots(buffer, accepted, eos_id, is_joint=num_fast > 0)
             if eos_id in accepted[-1].ids:
@@ -87,7 +90,8 @@ def decode(
         if eos_id in [token.id for token in buffer[len(prompt_ids) :]]:
             break
     response = [token.id for token in sorted(buffer[len(prompt_ids) :], key=lambda token: token.position)]
-    return ReferenceDecode(response, cut_behind(response, eos_id), forward_passes, sum(rates) / len(rates))
+    share = num_fast_slots / (num_fast_slots + num_slow_slots)
+    return ReferenceDecode(response, cut_behind(response, eos_id), forward_passes, sum(rates) / len(rates), share)
 
 
 def query_logits(logits_fn: LogitsFn, buffer: list[Token], ids: list[int], positions: list[int]) -> Tensor:
