@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from decoders.autoregressive import AutoregressiveDecoder
 from decoders.orthrus import OrthrusDecoder
 from lit_refusion.backbone import Backbone
-from lit_refusion.engine import scheduler
+from lit_refusion.engine import replies, scheduler
 from lit_refusion.engine.cache import BufferCache
 from lit_refusion.engine.request import Reply, Request, Row, Sampling
 from lit_refusion.engine.sampling import distribution, draw_residual, draw_tokens
@@ -322,7 +322,7 @@ def draw_from_p(p: Tensor, q: Tensor, generator: torch.Generator) -> Tensor:
     return draw_residual(p, torch.zeros_like(q), generator)
 
 
-VERIFY = scheduler._verify
+VERIFY = replies._verify
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ VERIFY = scheduler._verify
 def test_the_samples_would_show_a_wrong_rule(
     toy: Backbone, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, name, wrong)
+    monkeypatch.setattr(replies, name, wrong)
     assert excess(toy, SAMPLED) > 2 * LIMIT
 
 
@@ -722,7 +722,7 @@ def test_verification_in_parts_equals_the_whole(tokenizer: Any, max_rows: int, m
     decoder = dataclasses.replace(DECODER, batch_size=3, block_size=6, temperature=1.0, top_k=8)
     asked = random_prompts(5, longest=9)
     whole = decoder.generate(backbone, asked)
-    monkeypatch.setattr(scheduler, "MAX_LOGITS", max_rows * backbone.vocab_size)
+    monkeypatch.setattr(replies, "MAX_LOGITS", max_rows * backbone.vocab_size)
     assert decoder.generate(backbone, asked) == whole
     assert max(generation.statistics["acceptance_length"] for generation in whole) > 0
 

@@ -10,9 +10,10 @@ import torch
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.engine.cache import BufferCache
+from lit_refusion.engine.replies import split_replies
 from lit_refusion.engine.request import Reply, Request, Row, Sampling, visible
 from lit_refusion.engine.sampling import filter_logits
-from lit_refusion.engine.scheduler import decode, interval_mask, split_replies
+from lit_refusion.engine.scheduler import decode, interval_mask
 from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation
 
@@ -225,7 +226,7 @@ def test_chunked_replies_equal_whole_ones(backbone: Backbone, monkeypatch: pytes
     request = causal(list(range(30, 40)), 0, num_replies=10, sampling=sampling, entropy=True, margin=True)
     whole: list[Reply] = []
     run(backbone, recorded([request], whole))
-    monkeypatch.setattr("lit_refusion.engine.scheduler.MAX_LOGITS", 3 * backbone.vocab_size)
+    monkeypatch.setattr("lit_refusion.engine.replies.MAX_LOGITS", 3 * backbone.vocab_size)
     chunked: list[Reply] = []
     run(backbone, recorded([request], chunked), recorded([causal([7], 0, num_replies=1)], []))
     np.testing.assert_allclose(chunked[0].entropy, whole[0].entropy, rtol=1e-4)

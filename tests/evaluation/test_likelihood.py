@@ -83,6 +83,7 @@ def example(prompt: Sequence[int], response: Sequence[int], index: int = 0) -> E
 
 TOY = example([20, 21, 22], [30, 31, 32, 33])
 LONGER = example([20, 21, 22], [30, 31, 32, 33, 34])
+FOUR_SLOTS = example([20, 21, 22], [30, 31, 32, 33, 34, 35, 36])
 
 
 @pytest.fixture(scope="module")
@@ -179,16 +180,17 @@ def block_bound(backbone: Backbone, objective: BD3, item: Example) -> float:
 
 
 def slot_orders(backbone: Backbone, item: Example, *, size: int) -> list[float]:
-    """-log p given each order of the slots: a [MASK] behind what is decoded, then the slot left to right."""
+    """-log p given each order of the slots: a pass over what is decoded and all open [MASK]s, then left to right."""
     read, num_prompt = Reader(backbone), len(item.prompt_ids)
     text = [*item.prompt_ids.tolist(), *item.response_ids.tolist()]
     slots = [list(range(start, min(start + size, len(item)))) for start in range(num_prompt, len(item), size)]
     found = []
     for order in itertools.permutations(slots):
         places, total = list(range(num_prompt)), 0.0
-        for slot in order:
-            tokens = [*(text[p] for p in places), MASK]
-            total += read(tokens, [*places, slot[0]], range(len(tokens)), -1)[text[slot[0]]]
+        for step, slot in enumerate(order):
+            row = places + sorted(itertools.chain(*order[step:]))
+            tokens = [text[p] for p in places] + [MASK] * (len(row) - len(places))
+            total += read(tokens, row, range(len(row)), row.index(slot[0]))[text[slot[0]]]
             for one, two in itertools.pairwise(slot):
                 places.append(one)
                 total += read([text[p] for p in places], places, range(len(places)), -1)[text[two]]
@@ -252,8 +254,8 @@ def test_the_mean_is_the_enumerated_value(name: str, model: Backbone) -> None:
         assert found.nats == pytest.approx(expected, rel=0.02)
 
 
-def every_outcome(objective: Objective, item: Example) -> Iterator[View]:
-    """Rows of equal chance that are all there are, for one block or any order of slots."""
+def every_outcome(objective: Objective, item: Example) -> Iterator[list[View]]:
+    """Draws of equal chance that are all there are, for one block or any order of slots."""
     count = len(item.response_ids)
 
     class Fixed:
@@ -268,18 +270,27 @@ def every_outcome(objective: Objective, item: Example) -> Iterator[View]:
     num_units = -(-count // size)
     for order in itertools.permutations(range(num_units)):
         for level in range(num_units):
-            (view,) = objective.likelihood_views(item, (level + 0.5) / num_units, Fixed(order))  # type: ignore[arg-type]
-            yield view
+            yield objective.likelihood_views(item, (level + 0.5) / num_units, Fixed(order))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["llada", "llada, shifted", "dream", "bd3 of one block", "refusion"])
-def test_the_expectation_is_the_enumerated_value_to_rounding(name: str, model: Backbone) -> None:
+@pytest.mark.parametrize(
+    ("name", "item"),
+    [
+        ("llada", TOY),
+        ("llada, shifted", TOY),
+        ("dream", TOY),
+        ("bd3 of one block", TOY),
+        ("refusion", LONGER),
+        ("refusion", FOUR_SLOTS),
+        ("refusion, slots of 1", TOY),
+    ],
+)
+def test_the_expectation_is_the_enumerated_value_to_rounding(name: str, item: Example, model: Backbone) -> None:
     """All equally likely masks or orders instead of draws."""
     objective = METHODS[name]
-    item = LONGER if name == "refusion" else TOY
-    total, views = 0.0, list(every_outcome(objective, item))
+    total, draws = 0.0, list(every_outcome(objective, item))
     with torch.no_grad():
-        for view in views:
+        for view in itertools.chain(*draws):
             batch = collate(
                 [[view]],
                 mask_token_id=model.mask_token_id,
@@ -290,7 +301,7 @@ def test_the_expectation_is_the_enumerated_value_to_rounding(name: str, model: B
             hidden = model(batch, objective.likelihood_attention())[batch.targets != IGNORE]
             losses = model.token_cross_entropy(hidden, batch.targets[batch.targets != IGNORE])
             total += float((losses * batch.weights[batch.targets != IGNORE]).sum())
-    assert total / len(views) == pytest.approx(reference(objective, model, item), rel=1e-5)
+    assert total / len(draws) == pytest.approx(reference(objective, model, item), rel=1e-5)
 
 
 def test_bounds_lie_above_what_they_bound(model: Backbone) -> None:
@@ -361,20 +372,59 @@ def sees(view: View, attention: Attention) -> np.ndarray:
     return dense_mask(attention, batch)[0, 0].numpy()
 
 
-def test_slots_see_what_they_saw_in_training_and_queries_what_is_decoded() -> None:
-    (view,) = REFUSION.likelihood_views(LONGER, 0.0, np.random.default_rng(1))
-    length = len(LONGER)
-    allowed = sees(view, REFUSION.likelihood_attention())
-    clean = dataclasses.replace(
-        view, **{field.name: getattr(view, field.name)[:length] for field in dataclasses.fields(View)[:-1]}
-    )
-    np.testing.assert_array_equal(allowed[:length, :length], sees(clean, CAUSAL))
-    assert not allowed[:length, length:].any()
-    for row in range(length, len(view)):
-        before = list(view.position_ids[:length]).index(view.position_ids[row])
-        assert view.input_ids[row] == MASK
-        np.testing.assert_array_equal(np.flatnonzero(allowed[row]), [*range(before), row])
-        assert view.targets[row] == LONGER.response_ids[view.position_ids[row] - 3]  # itself, no shift
+@pytest.mark.parametrize("num_clean", range(4))
+def test_slots_are_drafted_behind_decoded_ones_and_open_masks_on_their_left(num_clean: int) -> None:
+    """Rows of 4 slots, of 2, 2, 2 and 1 tokens, causal as in training."""
+    assert REFUSION.likelihood_attention() == REFUSION.attention(0) == CAUSAL
+    first, rest = REFUSION.likelihood_views(FOUR_SLOTS, (num_clean + 0.5) / 4, np.random.default_rng(1))
+    text = np.concatenate([FOUR_SLOTS.prompt_ids, FOUR_SLOTS.response_ids])
+    order = list(dict.fromkeys((rest.position_ids[3:] - 3) // 2))  # sigma
+    in_order = {slot: [place for place in (3 + 2 * slot, 4 + 2 * slot) if place < 10] for slot in order}
+
+    allowed = sees(first, CAUSAL)
+    decoded = [0, 1, 2, *itertools.chain(*(in_order[slot] for slot in order[:num_clean]))]
+    open_places = sorted(set(range(10)) - set(decoded))
+    assert first.position_ids.tolist() == decoded + open_places
+    assert ((first.input_ids == MASK) == (np.arange(10) >= len(decoded))).all()
+    supervised = np.flatnonzero(first.targets != IGNORE)
+    assert first.position_ids[supervised].tolist() == sorted(3 + 2 * slot for slot in order[num_clean:])
+    np.testing.assert_allclose(first.weights[supervised], 4 / (4 - num_clean))
+    for row in supervised:
+        own = first.position_ids[row]
+        assert first.targets[row] == text[own]  # itself, no shift
+        shown = first.position_ids[allowed[row]].tolist()
+        assert shown == decoded + [place for place in open_places if place <= own]
+
+    allowed = sees(rest, CAUSAL)
+    assert (rest.input_ids == text[rest.position_ids]).all()
+    supervised = np.flatnonzero(rest.targets != IGNORE)
+    assert sorted(rest.position_ids[supervised]) == [3, 5, 7]
+    assert (rest.weights[supervised] == 1).all()
+    for row in supervised:
+        own = rest.position_ids[row]
+        assert rest.targets[row] == text[own + 1]
+        before = order[: order.index((own - 3) // 2)]
+        shown = rest.position_ids[allowed[row]].tolist()
+        assert shown == [0, 1, 2, *itertools.chain(*(in_order[slot] for slot in before)), own]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_slots"), [("refusion", 4), ("refusion, slots of 1", 7), ("refusion, one slot", 1)]
+)
+def test_first_tokens_of_slots_and_others_have_their_own_rows(name: str, num_slots: int) -> None:
+    rng = np.random.default_rng(0)
+    for u in (0.0, *rng.random(20), 1.0):  # a stratified u can be rounded up to 1
+        sums = [float(view.weights.sum()) for view in METHODS[name].likelihood_views(FOUR_SLOTS, u, rng)]
+        assert sums == pytest.approx([num_slots, 7 - num_slots] if num_slots < 7 else [7])
+
+
+def test_every_token_has_weight_one_on_average_over_orders_of_slots() -> None:
+    draws = list(every_outcome(REFUSION, FOUR_SLOTS))
+    weights = np.zeros(7)
+    for view in itertools.chain(*draws):
+        supervised = view.targets != IGNORE
+        np.add.at(weights, view.targets[supervised] - 30, view.weights[supervised])
+    np.testing.assert_allclose(weights / len(draws), 1, rtol=1e-6)
 
 
 def test_padding_and_annealing_of_training_play_no_part() -> None:
