@@ -6,7 +6,7 @@ Shapes: P prompt tokens, R response tokens, N = P + R, K slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -147,6 +147,67 @@ class ReFusion(Objective):
             mask_rate=p_mask if self.masking == "bernoulli" else num_masked / num_response,
         )
 
+    @property
+    def likelihood_kind(self) -> Literal["exact", "bound"]:
+        """A bound: the order of the slots is averaged over, outside the logarithm."""
+        return "bound"
+
+    @property
+    def likelihood_meaning(self) -> str:
+        """The bound over orders of slots."""
+        return (
+            f"upper bound of -log p(response | prompt, number of slots): mean over all orders of slots of "
+            f"{min(self.slot_sizes)} tokens, the first token of a slot from its [MASK], which sees the decoded slots "
+            "and the [MASK]s of open slots on its left, and the others by the chain rule"
+        )
+
+    def likelihood_views(self, example: Example, u: float, rng: np.random.Generator) -> list[View]:
+        """Two rows of training for a random order sigma of the slots, with other weights.
+
+        (a) The first s = floor(u K) slots of sigma are clean and the others masked; the first token of each masked
+            slot is a target, of weight K / (K - s).
+        (b) All slots are clean, in the order sigma; the AR targets of training have weight 1. Where all slots have one
+            token there are none, and no row.
+
+        The process that they score draws sigma uniformly, and takes the open slots in that order: a slot's first token
+        is drawn from its [MASK], behind the slots decoded so far and the [MASK]s of the open slots on its left, and
+        its other tokens follow one by one, behind the decoded slots alone. The number of slots is given, and so is the
+        length of a short last one. With Jensen's inequality, as the logarithm is concave,
+
+            - log p(v) = - log E_sigma[p(v | sigma)] <= E_sigma[- log p(v | sigma)]
+                       = E_sigma[- sum_s log P(first token of slot sigma_s+1 | sigma_1 .. sigma_s, [MASK]s on its left)
+                                 - sum_i sum_(j >= 2) log P(v_ij | slots before slot i in sigma, v_i1 .. v_i,j-1)],
+
+        everything given the prompt. The mean over `u` and `rng` is the last line: with s slots clean, sigma is as
+        likely to go on with any of the K - s open ones, and K times the mean over s is the sum over s. Slots have the
+        smallest of `slot_sizes`.
+        """
+        size, num_prompt = min(self.slot_sizes), len(example.prompt_ids)
+        order = rng.permutation(-(-len(example.response_ids) // size))
+        num_slots = len(order)
+        num_clean = min(num_slots - 1, int(u * num_slots))  # u may have been rounded up to 1
+        num_open = num_slots - num_clean
+        first = self.arrange(
+            example, slot_size=size, masked_slots=order[num_clean:], clean_slot_order=order[:num_clean], p_mask=1.0
+        )
+        is_first = (first.term == MDM) & ((first.position_ids - num_prompt) % size == 0)
+        rest = self.arrange(example, slot_size=size, masked_slots=[], clean_slot_order=order, p_mask=1.0)
+        rows = [
+            _weigh(first, is_first * num_slots / num_open, mask_rate=num_open / num_slots),
+            _weigh(rest, (rest.term == AR) * 1.0, mask_rate=0.0),
+        ]
+        return [row for row in rows if row.weights.any()]
+
+    def masked_view(self, example: Example, is_masked: np.ndarray) -> View:
+        """Slots of one token, the clean ones in reading order in front of the masked ones."""
+        return self.arrange(
+            example,
+            slot_size=1,
+            masked_slots=np.flatnonzero(is_masked),
+            clean_slot_order=np.flatnonzero(~is_masked),
+            p_mask=max(self.eps, float(is_masked.mean())),
+        )
+
     def attention(self, step: int) -> Attention:
         """Causal over the row as arranged, not over original positions."""
         return CAUSAL
@@ -167,3 +228,14 @@ def _slot_places(slots: Sequence[int] | np.ndarray, slot_size: int, num_response
     starts = np.asarray(slots, np.int64) * slot_size
     places = (starts[:, None] + np.arange(slot_size)).ravel()
     return places[places < num_response]
+
+
+def _weigh(row: View, weights: np.ndarray, *, mask_rate: float) -> View:
+    """The same row with these weights, and no targets but those that have one."""
+    return replace(
+        row,
+        targets=np.where(weights > 0, row.targets, IGNORE),
+        weights=weights.astype(np.float32),
+        term=np.where(weights > 0, row.term, -1),
+        mask_rate=mask_rate,
+    )

@@ -22,6 +22,7 @@ from lit_refusion.errors import UserError
 from lit_refusion.evaluation.answers import Examiner
 from lit_refusion.evaluation.evaluate import Evaluation
 from lit_refusion.evaluation.problem import Problem
+from lit_refusion.evaluation.sandbox import describe
 from lit_refusion.evaluation.sweep import draw_sweep, write_sweep
 from lit_refusion.evaluation.task import Task, fingerprint
 from lit_refusion.export import DType, LoadedModel, load_model
@@ -110,6 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
     decoder, decoder_settings = fitted_decoder(
         "evaluate", overrides, model.spec, force=settings.force, config_dir=arguments.config_dir
     )
+    if settings.task.scorer.executes_code:
+        print(f"programs run with: {describe()}")
     identity = _identity(settings, config, model, problems)
     results = []
     for values in _combinations(settings, decoder):

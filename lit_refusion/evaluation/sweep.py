@@ -42,6 +42,7 @@ def draw_sweep(folder: Path, names: Sequence[str], results: Sequence[dict[str, A
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    plt.style.use("tableau-colorblind10")
     pictures = []
     for name in names:
         figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
@@ -50,7 +51,9 @@ def draw_sweep(folder: Path, names: Sequence[str], results: Sequence[dict[str, A
             left.plot(values, [100 * result["figures"][ACCURACY] for result in group], "o-", label=label)
             right.plot(values, [_speed(result) for result in group], "o-", label=label)
         left.set_ylabel("accuracy (%)")
+        left.set_ylim(top=min(102.0, left.get_ylim()[1]))
         right.set_ylabel("tokens per second")
+        right.set_ylim(bottom=0)
         for axes in (left, right):
             axes.set_xlabel(name.replace("_", " "))
         if len(names) > 1:

@@ -242,13 +242,13 @@ def measure(objective: Objective, backbone: Backbone, *items: Example, **changes
 def test_the_mean_is_the_enumerated_value(name: str, model: Backbone) -> None:
     objective = METHODS[name]
     expected = reference(objective, model, LONGER)
-    (found,) = measure(objective, model, LONGER, num_draws=600)
+    (found,) = measure(objective, model, LONGER, num_draws=1200)
     assert found.tokens == 5
     if objective.likelihood_kind == "exact":
         assert (found.num_draws, found.standard_error) == (1, 0.0)
         assert found.nats == pytest.approx(expected, rel=1e-5)
     else:
-        assert found.num_draws == 600
+        assert found.num_draws == 1200
         assert abs(found.nats - expected) < max(4 * found.standard_error, 1e-4)
         assert found.standard_error < 0.01 * expected
         assert found.nats == pytest.approx(expected, rel=0.02)

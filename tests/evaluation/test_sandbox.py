@@ -345,9 +345,11 @@ def test_there_is_no_network(mode: str) -> None:
         assert outcome(source).message.startswith("OSError: [Errno 101]")
 
 
-@pytest.mark.usefixtures("mode")
-@pytest.mark.parametrize("target", ["os.getppid()", "-1", "-os.getppid()", str(os.getpid()), "1"])
-def test_others_cannot_be_killed(target: str) -> None:
+@pytest.mark.parametrize("target", ["os.getppid()", "-1", "-os.getppid()", "OURS", "1"])
+def test_others_cannot_be_killed(target: str, mode: str) -> None:
+    if mode == "plain" and os.geteuid() != 0 and landlock.version() < 6:
+        pytest.skip("nothing here keeps a program from this user's other processes")
+    target = target.replace("OURS", str(os.getpid()))
     bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         source = (
