@@ -52,6 +52,8 @@ def main() -> None:
     if arguments.case:
         measure(json.loads(arguments.case))
         return
+    if arguments.examples % 4:
+        parser.error(f"--examples {arguments.examples}: give a multiple of 4")
     folder = Path(arguments.folder)
     if not (folder / "data").exists():
         assert command(["demo", "until=prepare", f"folder={folder}"]) == 0
@@ -77,10 +79,11 @@ def run_case(name: str, ranks: int, folder: Path, examples: int) -> dict[str, An
     case = json.dumps({"settings": settings, "out": str(run)})
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    subprocess.run(
-        [*torchrun, "-m", "benchmarks.scaling", "--case", case],
-        check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    done = subprocess.run(
+        [*torchrun, "-m", "benchmarks.scaling", "--case", case], env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{name} on {ranks} ranks failed:\n{done.stderr[-3000:]}")
     figures = [json.loads(path.read_text()) for path in sorted(run.glob("figures-*.json"))]
     largest = {key: max(item[key] for item in figures) for key in ("peak", "state")}
     return {"strategy": name, "ranks": ranks, **figures[0], **largest, "formula": formula(name, ranks)}

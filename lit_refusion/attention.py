@@ -150,6 +150,10 @@ def kernel_arguments(
         return {"attention_mask": dense_mask(attention, batch, context=context)}
     if kernel == "flex_attention":
         return {"attention_mask": block_mask(attention, batch, context=context)}
+    if context is not None:
+        raise UserError(
+            "backbone.attention=flash_attention_2 has no second keys to attend to; use flex_attention or sdpa"
+        )
     return {"attention_mask": None, **varlen_args(attention, batch)}
 
 

@@ -237,7 +237,9 @@ class Backbone(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The decoder layers, in order: the blocks that Hugging Face says must not be split."""
         names = self.model._no_split_modules or []
-        return [module for module in self.model.modules() if type(module).__name__ in names]
+        return [
+            module for module in self.model.modules() if any(kind.__name__ in names for kind in type(module).__mro__)
+        ]
 
     def saved_spec(self, *, origin: str) -> DiffusionSpec | None:
         """The DiffusionSpec that an exported model carries in its config, if any."""

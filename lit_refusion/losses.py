@@ -105,7 +105,8 @@ class _Divergence(torch.autograd.Function):
             target = target[number[rows] - first]
             loss[rows] = (target.exp() * (target - own)).sum(-1)
             if gradient is not None:
-                gradient[rows] = (own.exp_().sub_(target.exp_())).to(weight.dtype) @ weight
+                difference = own.exp_().sub_(target.exp_()).to(weight.dtype)
+                gradient[rows] = (difference @ weight).to(gradient.dtype)  # autocast may have made it bf16
         ctx.save_for_backward(gradient)
         return loss
 

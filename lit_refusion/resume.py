@@ -53,7 +53,8 @@ def model_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[
     pairs = {f"model's {name}": (theirs.get(name), ours.get(name)) for name in SHAPE_FIELDS}
     bases = [(record.get("base") or {}).get("fingerprint") for record in (saved, own)]
     pairs["base model's fingerprint"] = (bases[0], bases[1])
-    pairs["trained parameters' fingerprint"] = (saved.get("trained_shapes"), own.get("trained_shapes"))
+    if "trained_shapes" in saved:
+        pairs["trained parameters' fingerprint"] = (saved["trained_shapes"], own["trained_shapes"])
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 

@@ -12,6 +12,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import PreTrainedTokenizerBase
 
 from lit_refusion.adapter import Base, base_fingerprint, shape_fingerprint
@@ -202,6 +203,11 @@ def _fit(trainer: L.Trainer, module: TrainingModule, data: DataModule, *, run: P
         try:
             with plain_worker_errors(), rank_log(run / LOGS, trainer.global_rank):
                 trainer.fit(module, data, ckpt_path=resume_from, weights_only=True)
+        except MisconfigurationException as error:
+            if "monitor" not in str(error):
+                raise
+            known = ", ".join(sorted(map(str, trainer.callback_metrics)))
+            raise UserError(f"trainer.monitor: no such figure; there are {known}") from error
         finally:
             data.release_workers()
 
@@ -230,6 +236,12 @@ def _load_fitting(config: TrainConfig, shards: Shards) -> tuple[PreTrainedTokeni
     _check_window(shards, backbone.max_length, config.loader)
     if config.backbone.attention != "sdpa" and not torch.cuda.is_available():
         raise UserError(f"backbone.attention={config.backbone.attention}: trains on CUDA only; use sdpa here")
+    rule = config.objective.attention(0)
+    if config.backbone.attention == "flash_attention_2" and rule.varlen is None:
+        raise UserError(
+            f"backbone.attention=flash_attention_2: it cannot express the attention rule '{rule.name}' of "
+            f"objective={config.objective.name}; use flex_attention or sdpa"
+        )
     if config.backbone.attention == "flex_attention" and config.loader.pad_to_multiple % BLOCK:
         raise UserError(
             f"loader.pad_to_multiple={config.loader.pad_to_multiple}: with flex_attention give a multiple of {BLOCK}, "

@@ -74,10 +74,16 @@ class Orthrus(Objective):
                 raise UserError(f"objective.{name}={value}: must be at least 1")
         if not 0 < self.mask_share <= 1:
             raise UserError(f"objective.mask_share={self.mask_share}: must lie in (0, 1]")
-        if self.complementary and self.mask_share == 1:
+        if self.complementary and self.num_hidden == self.block_size - 1:
             raise UserError(
-                "objective.complementary=true: with mask_share=1 nothing is left for the second row; lower mask_share"
+                f"objective.complementary=true: with mask_share={self.mask_share} and block_size={self.block_size} "
+                "nothing is left for the second row; lower mask_share"
             )
+
+    @property
+    def num_hidden(self) -> int:
+        """Hidden tokens of a block."""
+        return max(1, round(self.mask_share * (self.block_size - 1)))
 
     @property
     def measure(self) -> str:
@@ -95,7 +101,7 @@ class Orthrus(Objective):
         if self.mask_share == 1:
             return [self.arrange(example, anchors, is_masked=np.ones((len(anchors), num_drafts), bool))]
         order = rng.permuted(np.tile(np.arange(num_drafts), (len(anchors), 1)), axis=1)
-        is_masked = order < max(1, round(self.mask_share * num_drafts))
+        is_masked = order < self.num_hidden
         choices = [is_masked, ~is_masked] if self.complementary else [is_masked]
         count = sum(int(self._is_supervised(example, anchors, masked).sum()) for masked in choices)
         return [self.arrange(example, anchors, is_masked=masked, num_supervised=count) for masked in choices]

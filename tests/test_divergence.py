@@ -176,3 +176,17 @@ def test_half_precision_logits_are_reduced_in_fp32() -> None:
     loss.sum().backward()
     assert half.grad is not None
     assert half.grad.dtype == torch.bfloat16
+
+
+def test_under_autocast_it_has_a_gradient_of_its_inputs_type() -> None:
+    """What bf16-mixed makes of it: fp32 weights and inputs, products in bf16."""
+    head = nn.Linear(8, 32, bias=False)
+    hidden, teacher = torch.randn(6, 8, requires_grad=True), torch.randn(4, 8)
+    rows = torch.tensor([0, 1, 1, 2, 3, 3])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = token_divergence(head, hidden, teacher, rows)
+    loss.sum().backward()
+    exact = hidden.detach().clone().requires_grad_()
+    token_divergence(head, exact, teacher, rows).sum().backward()
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad, exact.grad, atol=0.05, rtol=0.05)

@@ -115,7 +115,10 @@ def test_checkpoint_and_run_folder_tell_how_they_were_made(reference: tuple[str,
         "tokenizer_fingerprint",
         "model_config",
         "prompt_format",
+        "base",
+        "trained_shapes",
     }
+    assert record["base"] is None
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         "best.ckpt",
         "last.ckpt",

@@ -42,8 +42,8 @@ class DecodingConfig:
         every_n_steps: optimizer steps between decodings; a multiple of `trainer.validate_every`.
         num_problems: the first problems of the task, over all ranks.
         num_singles: problems of each rank that are decoded once more one at a time, for the speed at batch 1.
-        max_seconds: no further problem is started after this time; null for no limit. What then is scored depends on
-            the machine.
+        max_seconds: no further problem is started after this time, those that are timed alone included; null for no
+            limit. What is under way is finished. What is scored then depends on the machine.
         seed: seed of the sampling noise.
     """
 
@@ -67,7 +67,7 @@ class DecodingConfig:
 
 
 class DecodingCallback(Callback):
-    """Decodes problems behind a validation and logs `decode/NAME/FIGURE`.
+    """Decodes problems behind a validation, the last one included, and logs `decode/NAME/FIGURE`.
 
     Problems are dealt to the ranks. Where ranks share a model out, they run the same forward passes until all are done.
     Weights, random numbers and the training mode stay as they are.
@@ -98,11 +98,17 @@ class DecodingCallback(Callback):
             tokenizer=tokenizer,
             prompt_format=prompt_format,
         )
-        self.problems = config.task.problems(config.num_problems)  # read now: what is wrong should be known early
+        self.problems = config.task.problems(config.num_problems)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """See that all problems fit, on every rank, before training begins."""
+        module: Any = pl_module
+        self.examiner.prompts(module.backbone, self.problems)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decode, where it is time."""
-        if trainer.sanity_checking or trainer.global_step % self.config.every_n_steps:
+        is_due = trainer.global_step % self.config.every_n_steps == 0 or trainer.global_step >= trainer.max_steps
+        if trainer.sanity_checking or not is_due:
             return
         module: Any = pl_module
         mine = list(range(trainer.global_rank, len(self.problems), trainer.world_size))
@@ -115,9 +121,8 @@ class DecodingCallback(Callback):
             singles = mine[: self.config.num_singles]
             single = replace(self.examiner, decoder=replace(self.examiner.decoder, batch_size=1))
             start = time.perf_counter()
-            alone = (
-                self._ask(module.backbone, singles, single, agree=agree, limit=None) if self.config.num_singles else []
-            )
+            left = None if self.config.max_seconds is None else max(0.0, self.config.max_seconds - seconds)
+            alone = self._ask(module.backbone, singles, single, agree=agree, limit=left)
             single_seconds = time.perf_counter() - start
         parts = _gathered((answers, seconds, alone, single_seconds))
         found = [item for part in parts for item in part[0]]
@@ -158,7 +163,7 @@ class DecodingCallback(Callback):
         batch_size = self.examiner.decoder.batch_size
         speeds = {f"tokens_per_second_batch_{batch_size}": tokens / max(1e-9, *(part[1] for part in parts))}
         singles = [answer for *_, alone, _ in parts for _, answer, _ in alone]
-        if singles:
+        if singles and batch_size > 1:
             seconds = sum(part[3] for part in parts)
             speeds["tokens_per_second_batch_1"] = sum(answer.tokens for answer in singles) / seconds
             speeds["seconds_per_answer_batch_1"] = seconds / len(singles)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -115,11 +115,15 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"programs run with: {describe()}")
     identity = _identity(settings, config, model, problems)
     results = []
-    for values in _combinations(settings, decoder):
+    combinations = [
+        (values, _changed(decoder_settings, values, model, force=settings.force))
+        for values in _combinations(settings, decoder)
+    ]
+    for values, own in combinations:
         folder = Path(settings.out, *[",".join(f"{name}={value}" for name, value in values.items())])
         examiner = Examiner(
             task=settings.task,
-            decoder=replace(decoder, **values),
+            decoder=own,
             tokenizer=model.tokenizer,
             prompt_format=_prompt_format(settings, model),
         )
@@ -154,12 +158,18 @@ def _listed(text: str) -> str:
 
 def _combinations(settings: EvaluateConfig, decoder: Decoder) -> list[dict[str, Any]]:
     """The settings of each evaluation; one without any where nothing is swept."""
+    names = {field.name for field in fields(decoder)}
     for name, values in settings.sweep.items():
-        if not hasattr(decoder, name):
+        if name not in names:
             raise UserError(f"{SWEEP}{name}: {type(decoder).__name__} has no such setting")
         if not values:
             raise UserError(f"{SWEEP}{name}: give at least one value")
     return [dict(zip(settings.sweep, values, strict=True)) for values in product(*settings.sweep.values())]
+
+
+def _changed(settings: dict[str, Any], values: dict[str, Any], model: LoadedModel, *, force: bool) -> Decoder:
+    """The decoder with some settings changed, checked like any other."""
+    return build({**settings, **values}, Decoder, key="decoder").fit_to(model.spec, force=force)
 
 
 def _prompt_format(settings: EvaluateConfig, model: LoadedModel) -> PromptFormat:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from lit_refusion.commands import compose
-from lit_refusion.data.answers import Answering
+from lit_refusion.data.answers import Answering, weights_state
 from lit_refusion.data.prepare import PrepareConfig, Prepared, prepare
 from lit_refusion.data.remote import is_remote
 from lit_refusion.data.selection import DUPLICATE, SourceCounts
@@ -88,6 +88,7 @@ def _answering(config: dict[str, Any], settings: PrepareConfig) -> Answering | N
         "max_length": settings.max_length,
         "token_dtype": "uint32",
         "seed": settings.seed,
+        "weights": weights_state(config["model"] or settings.tokenizer),
         **{name: config[name] for name in ("decoder", "device", "dtype")},
     }
     return build(fields, Answering, key="regenerate_responses")

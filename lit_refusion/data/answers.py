@@ -10,23 +10,25 @@ import hashlib
 import json
 import multiprocessing
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from rich.progress import Progress
+from transformers import AutoConfig
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.data.parts import PART_DTYPE, Part, read_report, write_part
 from lit_refusion.data.shard_writing import gather
 from lit_refusion.decoder import Decoder
-from lit_refusion.errors import UserError
+from lit_refusion.errors import UserError, first_line
 from lit_refusion.examples import token_digest
 from lit_refusion.processes import in_order
 from lit_refusion.schema import build
+from lit_refusion.spec import DiffusionSpec
 from lit_refusion.tokenizer import load_tokenizer, num_token_ids, tokenizer_fingerprint
 
 ANSWERED_TOGETHER = 256
@@ -44,7 +46,8 @@ class Answering:
         max_length: longest prompt and response; an answer is cut there, as it is at the decoder's budget, and has no
             end-of-sequence token then.
         token_dtype: type of the stored tokens.
-        device: "auto", "cpu" or "cuda"; every GPU has a process of its own.
+        device: every GPU has a process of its own.
+        weights: what tells the model's files from later ones at the same place.
         dtype: of the weights; "auto" is fp32 on CPU and bf16 on CUDA.
         seed: seed of a decoder that samples.
     """
@@ -54,9 +57,10 @@ class Answering:
     decoder: dict[str, Any]
     max_length: int
     token_dtype: str
-    device: str
-    dtype: str
+    device: Literal["auto", "cpu", "cuda"]
+    dtype: Literal["auto", "float32", "bfloat16"]
     seed: int
+    weights: str
 
     @property
     def on_cuda(self) -> bool:
@@ -124,6 +128,7 @@ def make_answers(prompts: Sequence[np.ndarray], keys: np.ndarray, first: int, se
     if report.is_file():
         return Part(folder=folder, name=name, **read_report(report))
     backbone, decoder = _answerer(settings)
+    decoder = _within(decoder, settings, prompts, backbone.max_length)
     numbers = range(first, first + len(prompts))
     answers = decoder.generate(backbone, [prompt.tolist() for prompt in prompts], seed=settings.seed, indices=numbers)
     arrays, entries = [], []
@@ -142,18 +147,46 @@ def make_answers(prompts: Sequence[np.ndarray], keys: np.ndarray, first: int, se
     return write_part(Path(folder), name, arrays, np.array(entries, PART_DTYPE), figures)
 
 
+def weights_state(model: str) -> str:
+    """A digest of names, sizes and times of a local model's files; empty for a hub id, whose files do not change."""
+    files = sorted(path for path in Path(model).glob("*") if path.is_file())
+    states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(states).encode()).hexdigest()[:24] if files else ""
+
+
+def _within(decoder: Decoder, settings: Answering, prompts: Sequence[np.ndarray], window: int | None) -> Decoder:
+    """The decoder with no larger budget than the shortest prompt leaves."""
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    decoder = replace(decoder, max_new_tokens=min(decoder.max_new_tokens, max(1, settings.max_length - shortest)))
+    if window is not None and longest + decoder.canvas > window:
+        raise UserError(
+            f"model={settings.model}: a prompt of {longest} tokens and decoder.max_new_tokens={decoder.max_new_tokens} "
+            f"exceed its window of {window}; lower decoder.max_new_tokens or data.max_length"
+        )
+    return decoder
+
+
 def check_answering(settings: Answering) -> None:
-    """Refuse a model with another tokenizer, before anything is read.
+    """Refuse a model with another tokenizer, or a decoder that does not fit it, before anything is read.
 
     Raises:
         UserError: as it says.
     """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: not available here; use device=auto")
     theirs, ours = (tokenizer_fingerprint(load_tokenizer(path)) for path in (settings.model, settings.tokenizer))
     if theirs != ours:
         raise UserError(
             f"model={settings.model}: its tokenizer (fingerprint {theirs}) is not data.tokenizer={settings.tokenizer} "
             f"({ours}); regenerate responses with a model of the same tokenizer"
         )
+    try:
+        spec = getattr(AutoConfig.from_pretrained(settings.model), "diffusion_spec", None)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model={settings.model}: cannot read its config: {first_line(error)}") from error
+    if spec is not None:
+        found = DiffusionSpec.from_dict(spec, origin=f"{settings.model}/config.json")
+        build(settings.decoder, Decoder, key="decoder").fit_to(found)
 
 
 @lru_cache(maxsize=1)

@@ -189,7 +189,7 @@ class _Preparation:
         paths, folder = [part.tokens_path for part in self.parts], self.work / "answers"
         folder.mkdir(exist_ok=True)
         self.parts = answer_all(self.examples, self.keys, paths, settings, folder, progress=self.progress)
-        self.answered_by = {"model": settings.model, "decoder": settings.decoder}
+        self.answered_by = {"model": settings.model, "weights": settings.weights, "decoder": settings.decoder}
         entries = np.concatenate([part.entries() for part in self.parts])
         self._locate(entries, np.arange(len(entries)), [part.read for part in self.parts])
 

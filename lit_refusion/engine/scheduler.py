@@ -92,7 +92,7 @@ class _Scheduler:
             backbone.model.config,
             num_rows=self.limit,
             capacity=capacity,
-            dtype=backbone.model.dtype,
+            dtype=_compute_dtype(backbone),
             device=backbone.device,
         )
         self.live: list[Live] = []
@@ -200,6 +200,12 @@ class _Scheduler:
             table[b, :length, 3:] = request.intervals.reshape(length, 6)
         device = self.backbone.device
         return torch.from_numpy(table).to(device, non_blocking=True), int(table[:, :, 3:].max())
+
+
+def _compute_dtype(backbone: Backbone) -> torch.dtype:
+    """What keys and values are computed in: the weights' dtype, or autocast's."""
+    kind = backbone.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else backbone.model.dtype
 
 
 def interval_mask(intervals: Tensor, visible: int) -> Tensor:

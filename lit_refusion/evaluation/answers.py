@@ -98,8 +98,7 @@ class Examiner:
         Raises:
             UserError: a prompt does not fit into the model's window.
         """
-        prompts = self.task.prompts(problems, self.tokenizer, self.prompt_format)
-        self._check_window(backbone, problems, prompts)
+        prompts = self.prompts(backbone, problems)
 
         def on_done(number: int, generation: Generation) -> None:
             if on_decoded is not None:
@@ -108,6 +107,16 @@ class Examiner:
 
         watch = Watch(on_done=on_done, goes_on=goes_on, agree=agree)
         self.decoder.generate(backbone, prompts, seed=seed, indices=indices, watch=watch)
+
+    def prompts(self, backbone: Backbone, problems: Sequence[Problem]) -> list[list[int]]:
+        """Token ids of each problem's prompt.
+
+        Raises:
+            UserError: a prompt does not fit into the model's window.
+        """
+        prompts = self.task.prompts(problems, self.tokenizer, self.prompt_format)
+        self._check_window(backbone, problems, prompts)
+        return prompts
 
     def score(self, problem: Problem, generation: Generation, prompt_tokens: int) -> Answer:
         """The scored answer that a generation is."""

@@ -63,6 +63,8 @@ class Evaluation:
         if on_progress:
             on_progress(len(done))
         missing = [number for number, problem in enumerate(self.problems) if problem.id not in done]
+        if not missing and (folder / RESULT).exists():
+            return _read(folder / RESULT)
         if missing:
             self._answer(
                 folder / RECORDS, missing, session=_last_session(records) + 1, done=len(done), told=on_progress
@@ -78,7 +80,7 @@ class Evaluation:
         if not path.exists():
             _write(path, self.identity)
             return
-        found = flat("", json.loads(path.read_text(encoding="utf-8")))
+        found = flat("", _read(path))
         own = flat("", json.loads(json.dumps(self.identity)))
         other = {name.lstrip("."): (found.get(name), own.get(name)) for name in {**found, **own}}
         other = {name: pair for name, pair in other.items() if pair[0] != pair[1]}
@@ -132,7 +134,7 @@ class Evaluation:
     def _single_speed(self) -> dict[str, float]:
         """Tokens per second and latency at batch 1, over the first problems, scoring left out."""
         problems = self.problems[: self.num_singles]
-        if not problems:
+        if not problems or self.examiner.decoder.batch_size == 1:
             return {}
         examiner = replace(self.examiner, decoder=replace(self.examiner.decoder, batch_size=1))
         prompts = examiner.task.prompts(problems, examiner.tokenizer, examiner.prompt_format)
@@ -159,10 +161,20 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise UserError(f"{path}: line {number} is not JSON ({error}); remove the line") from error
+            record = json.loads(line)
+            if not {"session", "seconds", *Answer.__dataclass_fields__} <= record.keys():
+                raise ValueError("fields are missing")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{path}: line {number} is not a record ({error}); remove the line") from error
+        records.append(record)
     return records
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot read it: {error}; choose another folder") from error
 
 
 def _last_session(records: list[dict[str, Any]]) -> int:

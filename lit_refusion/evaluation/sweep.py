@@ -80,7 +80,7 @@ def _groups(
     for result in results:
         others = [f"{other.replace('_', ' ')} {result['decoder'][other]}" for other in names if other != name]
         groups.setdefault(", ".join(others), []).append(result)
-    return [(label, sorted(group, key=lambda result: result["decoder"][name])) for label, group in groups.items()]
+    return list(groups.items())
 
 
 def _speed(result: dict[str, Any]) -> float:

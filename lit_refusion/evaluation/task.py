@@ -162,6 +162,8 @@ class Task:
         found = _field(record, self.choices)
         if not isinstance(found, (list, tuple)) or not all(isinstance(choice, str) for choice in found):
             raise UserError(f"{where}: field '{self.choices}' must be a list of texts, found {found!r:.60}")
+        if len(found) > len(LETTERS):
+            raise UserError(f"{where}: {len(found)} choices; there are letters for {len(LETTERS)}")
         labels = [] if self.labels is None else [str(label) for label in _field(record, self.labels) or ()]
         return tuple(found), labels
 

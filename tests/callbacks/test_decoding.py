@@ -157,3 +157,24 @@ def test_combinations_that_make_no_sense_are_refused(
     given = [text for text in settings(data) if text.split("=")[0] not in {item.split("=")[0] for item in extra}]
     assert main(command(data, tmp_path / "run", "ar", *given, *extra)) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_last_validation_decodes_whatever_its_step(data: Path, tmp_path: Path) -> None:
+    chosen = ["trainer.monitor=decode/words/accuracy", "trainer.monitor_mode=max", "trainer.max_steps=2"]
+    run(*command(data, tmp_path / "run", "ar", *settings(data), *chosen))
+    assert [row["step"] for row in decoded(tmp_path / "run")] == ["2"]
+
+
+def test_a_figure_that_is_not_there_is_named_with_those_that_are(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(data, tmp_path / "run", "ar", *settings(data), "trainer.monitor=decode/words/acuracy")) == 2
+    error = capsys.readouterr().err
+    assert "trainer.monitor: no such figure; there are decode/words/accuracy, " in error
+
+
+def test_bf16_decodes_too(data: Path, tmp_path: Path) -> None:
+    """On the CPU bf16 is emulated: a few steps show that nothing clashes."""
+    for name in ("refusion", "orthrus"):
+        run(*command(data, tmp_path / name, name, *settings(data, name), "trainer.precision=bf16-mixed"))
+        assert len(samples(tmp_path / name, 6)) == 7

@@ -124,3 +124,31 @@ def test_an_untrained_model_is_told_from_a_trained_one(
     run("export", f"run={tmp_path}/run", f"out={tmp_path}/model")
     assert main(arguments(original, tmp_path / "model", tmp_path / "data", "decoder.max_new_tokens=100")) == 2
     assert "it seems to be untrained" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        (["decoder.max_new_tokens=9000", "data.max_length=9000"], "exceed its window of 256"),
+        (["dtype=bf16"], "dtype"),
+        (["device=gpu"], "device"),
+        (["decoder=refusion"], "was trained with 'autoregressive'"),
+        (["regenerate_responses=perhaps"], "regenerate_responses=perhaps"),
+        (["model=/nowhere"], "/nowhere"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    extra: list[str], told: str, original: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(original, model, tmp_path / "data", *extra)) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_answers_of_a_model_that_has_changed_are_not_used_again(original: Path, model: Path, tmp_path: Path) -> None:
+    before = answers.weights_state(str(model))
+    copied = tmp_path / "model"
+    copied.mkdir()
+    for path in model.iterdir():
+        (copied / path.name).write_bytes(path.read_bytes())
+    assert before == answers.weights_state(str(model)) != answers.weights_state(str(copied))
+    assert answers.weights_state("some/hub-id") == ""

@@ -137,7 +137,7 @@ def test_a_damaged_record_is_named(
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], "{broken", *lines[2:]]) + "\n")
     assert main(arguments(model, questions, tmp_path / "out", "num_singles=0")) == 2
-    assert f"{path}: line 2 is not JSON" in capsys.readouterr().err
+    assert f"{path}: line 2 is not a record" in capsys.readouterr().err
 
 
 def test_a_sweep_evaluates_every_combination_and_draws_them(
@@ -179,3 +179,35 @@ def test_wrong_input_is_one_line(
     error = capsys.readouterr().err
     assert told in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("sweep", "told"),
+    [
+        ("sweep.canvas=1,2", "sweep.canvas: AutoregressiveDecoder has no such setting"),
+        ("sweep.max_new_tokens=foo", "decoder.max_new_tokens"),
+        ("sweep.temperature=0.5,null", "decoder.temperature"),
+        ("sweep.top_p=0.5,7", "top_p=7"),
+    ],
+)
+def test_a_wrong_value_of_a_sweep_is_found_before_anything_runs(
+    sweep: str, told: str, model: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(model, questions, tmp_path / "out", sweep)) == 2
+    assert told in capsys.readouterr().err
+    assert not list((tmp_path / "out").rglob("records.jsonl"))
+
+
+def test_at_batch_1_the_speed_is_that_of_all_problems(model: Path, questions: Path, tmp_path: Path) -> None:
+    run(*arguments(model, questions, tmp_path / "out", "decoder.batch_size=1"))
+    figures = result(tmp_path / "out")["figures"]
+    assert figures["tokens_per_second_batch_1"] == pytest.approx(figures["tokens"] / figures["seconds"])
+
+
+def test_a_damaged_settings_file_is_named(
+    model: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(*arguments(model, questions, tmp_path / "out", "num_singles=0"))
+    (tmp_path / "out" / "settings.json").write_text("{")
+    assert main(arguments(model, questions, tmp_path / "out", "num_singles=0")) == 2
+    assert f"{tmp_path}/out/settings.json: cannot read it" in capsys.readouterr().err
