@@ -26,6 +26,7 @@ from lit_refusion.evaluation.answers import Answer, Examiner
 from lit_refusion.evaluation.meter import figures
 from lit_refusion.evaluation.task import Task
 from lit_refusion.generation import Generation
+from lit_refusion.new_file import write_file
 from lit_refusion.spec import DiffusionSpec
 
 SHOWN = 8
@@ -179,15 +180,12 @@ class DecodingCallback(Callback):
 
     def _write_samples(self, trainer: L.Trainer, found: list[tuple[int, Answer, list[Any]]]) -> None:
         """All answers with their step traces as JSON lines, and a few in the loggers."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{self.name}-{trainer.global_step:08d}.jsonl"
         lines = [
             json.dumps({"question": self.problems[number].question, **answer.to_dict(), "steps": trace})
             for number, answer, trace in found
         ]
-        temporary = path.with_suffix(".partial")
-        temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        temporary.replace(path)
+        write_file(path, "".join(line + "\n" for line in lines), name="")
         rows = [
             [self.problems[number].question, answer.text, str(answer.is_correct), str(answer.forward_passes)]
             for number, answer, _ in found[:SHOWN]

@@ -114,38 +114,42 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.task.scorer.executes_code:
         print(f"programs run with: {describe()}")
     identity = _identity(settings, config, model, problems)
-    results = []
     combinations = [
         (values, _changed(decoder_settings, values, model, force=settings.force))
         for values in _combinations(settings, decoder)
-    ]
+    ]  # all of them before the first is run
+    results = []
     for values, own in combinations:
-        folder = Path(settings.out, *[",".join(f"{name}={value}" for name, value in values.items())])
-        examiner = Examiner(
-            task=settings.task,
-            decoder=own,
-            tokenizer=model.tokenizer,
-            prompt_format=_prompt_format(settings, model),
-        )
         evaluation = Evaluation(
-            examiner=examiner,
+            examiner=Examiner(
+                task=settings.task,
+                decoder=own,
+                tokenizer=model.tokenizer,
+                prompt_format=_prompt_format(settings, model),
+            ),
             backbone=model.backbone,
             problems=problems,
             seed=settings.seed,
             num_singles=min(settings.num_singles, len(problems)),
             identity={**identity, "decoder": {**decoder_settings, **values}},
         )
+        folder = Path(settings.out, *[",".join(f"{name}={value}" for name, value in values.items())])
         with _progress(settings.task.name, len(problems)) as on_progress:
             results.append(evaluation.run(folder, on_progress=on_progress))
-    console = Console()
-    width = console.width if console.is_terminal else 160
-    Console(width=width).print(_table(results, list(settings.sweep)))
-    if settings.sweep:
-        write_sweep(Path(settings.out), list(settings.sweep), results)
-        for picture in draw_sweep(Path(settings.out), list(settings.sweep), results):
-            print(picture)
-    print(f"{settings.out}: records, settings and result of {len(results)} evaluation{'s' * (len(results) > 1)}")
+    _report(settings, results)
     return 0
+
+
+def _report(settings: EvaluateConfig, results: list[dict[str, Any]]) -> None:
+    """Print a table; write and draw a sweep."""
+    console, swept, out = Console(), list(settings.sweep), Path(settings.out)
+    width = console.width if console.is_terminal else 160
+    Console(width=width).print(_table(results, swept))
+    if swept:
+        write_sweep(out, swept, results)
+        for picture in draw_sweep(out, swept, results):
+            print(picture)
+    print(f"{out}: records, settings and result of {len(results)} evaluation{'s' * (len(results) > 1)}")
 
 
 def _listed(text: str) -> str:

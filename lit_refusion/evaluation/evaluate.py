@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from lit_refusion.evaluation.answers import Answer, Examiner
 from lit_refusion.evaluation.meter import figures
 from lit_refusion.evaluation.problem import Problem
 from lit_refusion.generation import Generation
+from lit_refusion.new_file import write_file
 from lit_refusion.resume import describe, flat
 
 RECORDS, RESULT, SETTINGS = "records.jsonl", "result.json", "settings.json"
@@ -157,7 +157,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
-        _replace(path, whole)
+        write_file(path, whole.decode(), name="")
     records = []
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
@@ -182,10 +182,4 @@ def _last_session(records: list[dict[str, Any]]) -> int:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    _replace(path, (json.dumps(content, indent=2) + "\n").encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    write_file(path, json.dumps(content, indent=2) + "\n", name="")

@@ -70,7 +70,7 @@ def negative_log_likelihood(
         backbone: the model, `prepare`d if the objective adds parameters.
         objective: what it was trained with.
         examples: prompts and responses of at least one token each.
-        num_draws: n, rows of each example; one is taken where the likelihood is exact.
+        num_draws: n, of each example; one is taken where the likelihood is exact.
         seed: of the draws.
         max_tokens_per_batch: B x T of a forward pass; a longer row has a pass of its own.
         check_greedy: find out whether the responses are the greedy ones, where the likelihood is exact.

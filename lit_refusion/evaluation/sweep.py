@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from lit_refusion.new_file import write_file
 
 ACCURACY, SPEED, PASSES = "accuracy", "tokens_per_second", "tokens_per_forward"
 
@@ -19,14 +22,13 @@ def write_sweep(folder: Path, names: Sequence[str], results: Sequence[dict[str, 
         results: what `Evaluation.run` returned.
     """
     figures = sorted({name for result in results for name in result["figures"]})
-    temporary = folder / ".sweep.csv.partial"
-    with temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([*names, *figures])
-        for result in results:
-            values = [result["decoder"][name] for name in names]
-            writer.writerow([*values, *(result["figures"].get(name, "") for name in figures)])
-    return temporary.replace(folder / "sweep.csv")
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*names, *figures])
+    for result in results:
+        values = [result["decoder"][name] for name in names]
+        writer.writerow([*values, *(result["figures"].get(name, "") for name in figures)])
+    return write_file(folder / "sweep.csv", text.getvalue(), name="")
 
 
 def draw_sweep(folder: Path, names: Sequence[str], results: Sequence[dict[str, Any]]) -> list[Path]:
