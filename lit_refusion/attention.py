@@ -125,7 +125,8 @@ def block_mask(attention: Attention, batch: Batch, *, context: Batch | None = No
 
     queries, keys = query_and_key_fields(batch, context)
     lengths = queries.place.shape[1], keys.place.shape[1]
-    last_query, last_key = lengths[0] - 1, lengths[1] - 1
+    # As tensors: a kernel that has numbers built in would be compiled anew for every row length.
+    last_query, last_key = (torch.tensor(length - 1, device=batch.input_ids.device) for length in lengths)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         # Whole blocks are asked for, beyond the end of the row too.
