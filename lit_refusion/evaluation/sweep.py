@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from lit_refusion.new_file import write_file
 
+MARKERS = "os^Dv<>P"
 ACCURACY, SPEED, PASSES = "accuracy", "tokens_per_second", "tokens_per_forward"
 
 
@@ -48,11 +50,12 @@ def draw_sweep(folder: Path, names: Sequence[str], results: Sequence[dict[str, A
     pictures = []
     for name in names:
         figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-        for label, group in _groups(name, names, results):
+        for (label, group), marker in zip(_groups(name, names, results), cycle(MARKERS)):
             values = [result["decoder"][name] for result in group]
-            left.plot(values, [100 * result["figures"][ACCURACY] for result in group], "o-", label=label)
-            right.plot(values, [_speed(result) for result in group], "o-", label=label)
-        left.set_ylabel("accuracy (%)")
+            line = {"label": label, "marker": marker, "fillstyle": "none"}  # points that coincide are seen
+            left.errorbar(values, *_accuracy(group), elinewidth=0.8, capsize=3, **line)
+            right.plot(values, [_speed(result) for result in group], **line)
+        left.set_ylabel("accuracy (%), 95% intervals")
         left.set_ylim(top=min(102.0, left.get_ylim()[1]))
         right.set_ylabel("tokens per second")
         right.set_ylim(bottom=0)
@@ -62,14 +65,19 @@ def draw_sweep(folder: Path, names: Sequence[str], results: Sequence[dict[str, A
             left.legend(fontsize="small")
         pictures.append(_save(figure, folder / f"{name}.png"))
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for result in results:
-        label = ", ".join(str(result["decoder"][name]) for name in names)
-        place = (result["figures"][PASSES], 100 * result["figures"][ACCURACY])
-        axes.plot(*place, "o", color="#08519c")
-        axes.annotate(label, place, textcoords="offset points", xytext=(4, 4), fontsize="small")
+    for number, (label, group) in enumerate(_groups(names[-1], names, results)):
+        passes, colour = [result["figures"][PASSES] for result in group], f"C{number}"
+        line = {"label": label, "color": colour, "marker": MARKERS[number % len(MARKERS)], "fillstyle": "none"}
+        axes.errorbar(passes, *_accuracy(group), elinewidth=0.8, capsize=3, **line)
+        for result, place in zip(group, passes, strict=True):
+            point = (place, 100 * result["figures"][ACCURACY])
+            offset = {"textcoords": "offset points", "xytext": (5, 5 + 9 * number)}
+            axes.annotate(str(result["decoder"][names[-1]]), point, fontsize="small", color=colour, **offset)
     axes.set_xlabel("tokens per forward pass")
-    axes.set_ylabel("accuracy (%)")
-    axes.set_title(", ".join(name.replace("_", " ") for name in names), fontsize="medium")
+    axes.set_ylabel("accuracy (%), 95% intervals")
+    axes.set_title(f"at the points: {names[-1].replace('_', ' ')}", fontsize="medium")
+    if len(names) > 1:
+        axes.legend(fontsize="small")
     axes.margins(x=0.12, y=0.12)
     return [*pictures, _save(figure, folder / "frontier.png")]
 
@@ -83,6 +91,14 @@ def _groups(
         others = [f"{other.replace('_', ' ')} {result['decoder'][other]}" for other in names if other != name]
         groups.setdefault(", ".join(others), []).append(result)
     return list(groups.items())
+
+
+def _accuracy(group: Sequence[dict[str, Any]]) -> tuple[list[float], list[list[float]]]:
+    """Accuracies in percent, and how far their intervals reach down and up."""
+    figures = [result["figures"] for result in group]
+    down = [100 * (item[ACCURACY] - item[f"{ACCURACY}_low"]) for item in figures]
+    up = [100 * (item[f"{ACCURACY}_high"] - item[ACCURACY]) for item in figures]
+    return [100 * item[ACCURACY] for item in figures], [[max(0.0, x) for x in down], [max(0.0, x) for x in up]]
 
 
 def _speed(result: dict[str, Any]) -> float:
