@@ -52,7 +52,11 @@ def draw_sweep(folder: Path, names: Sequence[str], results: Sequence[dict[str, A
         figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
         for (label, group), marker in zip(_groups(name, names, results), cycle(MARKERS)):
             values = [result["decoder"][name] for result in group]
-            line = {"label": label, "marker": marker, "fillstyle": "none"}  # points that coincide are seen
+            line: dict[str, Any] = {
+                "label": label,
+                "marker": marker,
+                "fillstyle": "none",
+            }  # points that coincide are seen
             left.errorbar(values, *_accuracy(group), elinewidth=0.8, capsize=3, **line)
             right.plot(values, [_speed(result) for result in group], **line)
         left.set_ylabel("accuracy (%), 95% intervals")
@@ -67,11 +71,16 @@ def draw_sweep(folder: Path, names: Sequence[str], results: Sequence[dict[str, A
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for number, (label, group) in enumerate(_groups(names[-1], names, results)):
         passes, colour = [result["figures"][PASSES] for result in group], f"C{number}"
-        line = {"label": label, "color": colour, "marker": MARKERS[number % len(MARKERS)], "fillstyle": "none"}
+        line: dict[str, Any] = {
+            "label": label,
+            "color": colour,
+            "marker": MARKERS[number % len(MARKERS)],
+            "fillstyle": "none",
+        }
         axes.errorbar(passes, *_accuracy(group), elinewidth=0.8, capsize=3, **line)
         for result, place in zip(group, passes, strict=True):
             point = (place, 100 * result["figures"][ACCURACY])
-            offset = {"textcoords": "offset points", "xytext": (5, 5 + 9 * number)}
+            offset: dict[str, Any] = {"textcoords": "offset points", "xytext": (5, 5 + 9 * number)}
             axes.annotate(str(result["decoder"][names[-1]]), point, fontsize="small", color=colour, **offset)
     axes.set_xlabel("tokens per forward pass")
     axes.set_ylabel("accuracy (%), 95% intervals")
