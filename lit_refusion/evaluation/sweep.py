@@ -71,13 +71,13 @@ def draw_sweep(folder: Path, names: Sequence[str], results: Sequence[dict[str, A
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for number, (label, group) in enumerate(_groups(names[-1], names, results)):
         passes, colour = [result["figures"][PASSES] for result in group], f"C{number}"
-        line: dict[str, Any] = {
+        look: dict[str, Any] = {
             "label": label,
             "color": colour,
             "marker": MARKERS[number % len(MARKERS)],
             "fillstyle": "none",
         }
-        axes.errorbar(passes, *_accuracy(group), elinewidth=0.8, capsize=3, **line)
+        axes.errorbar(passes, *_accuracy(group), elinewidth=0.8, capsize=3, **look)
         for result, place in zip(group, passes, strict=True):
             point = (place, 100 * result["figures"][ACCURACY])
             offset: dict[str, Any] = {"textcoords": "offset points", "xytext": (5, 5 + 9 * number)}
