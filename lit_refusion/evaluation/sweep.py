@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -47,48 +46,55 @@ def draw_sweep(folder: Path, names: Sequence[str], results: Sequence[dict[str, A
     from matplotlib import pyplot as plt
 
     plt.style.use("tableau-colorblind10")
-    pictures = []
-    for name in names:
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-        for (label, group), marker in zip(_groups(name, names, results), cycle(MARKERS)):
-            values = [result["decoder"][name] for result in group]
-            line: dict[str, Any] = {
-                "label": label,
-                "marker": marker,
-                "fillstyle": "none",
-            }  # points that coincide are seen
-            left.errorbar(values, *_accuracy(group), elinewidth=0.8, capsize=3, **line)
-            right.plot(values, [_speed(result) for result in group], **line)
-        left.set_ylabel("accuracy (%), 95% intervals")
-        left.set_ylim(top=min(102.0, left.get_ylim()[1]))
-        right.set_ylabel("tokens per second")
-        right.set_ylim(bottom=0)
-        for axes in (left, right):
-            axes.set_xlabel(name.replace("_", " "))
-        if len(names) > 1:
-            left.legend(fontsize="small")
-        pictures.append(_save(figure, folder / f"{name}.png"))
+    pictures = [_save(_draw_setting(name, names, results), folder / f"{name}.png") for name in names]
+    return [*pictures, _save(_draw_frontier(names, results), folder / "frontier.png")]
+
+
+def _draw_setting(name: str, names: Sequence[str], results: Sequence[dict[str, Any]]) -> Any:
+    """Accuracy and speed over one setting, a line for each combination of the others."""
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for number, (label, group) in enumerate(_groups(name, names, results)):
+        values = [result["decoder"][name] for result in group]
+        left.errorbar(values, *_accuracy(group), elinewidth=0.8, capsize=3, **_look(number, label))
+        right.plot(values, [_speed(result) for result in group], **_look(number, label))
+    left.set_ylabel("accuracy (%), 95% intervals")
+    left.set_ylim(top=min(102.0, left.get_ylim()[1]))
+    right.set_ylabel("tokens per second")
+    right.set_ylim(bottom=0)
+    for axes in (left, right):
+        axes.set_xlabel(name.replace("_", " "))
+    if len(names) > 1:
+        left.legend(fontsize="small")
+    return figure
+
+
+def _draw_frontier(names: Sequence[str], results: Sequence[dict[str, Any]]) -> Any:
+    """Accuracy over tokens per pass; the last setting is written at the points."""
+    from matplotlib import pyplot as plt
+
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for number, (label, group) in enumerate(_groups(names[-1], names, results)):
-        passes, colour = [result["figures"][PASSES] for result in group], f"C{number}"
-        look: dict[str, Any] = {
-            "label": label,
-            "color": colour,
-            "marker": MARKERS[number % len(MARKERS)],
-            "fillstyle": "none",
-        }
+        passes, look = [result["figures"][PASSES] for result in group], _look(number, label)
         axes.errorbar(passes, *_accuracy(group), elinewidth=0.8, capsize=3, **look)
         for result, place in zip(group, passes, strict=True):
             point = (place, 100 * result["figures"][ACCURACY])
             offset: dict[str, Any] = {"textcoords": "offset points", "xytext": (5, 5 + 9 * number)}
-            axes.annotate(str(result["decoder"][names[-1]]), point, fontsize="small", color=colour, **offset)
+            axes.annotate(str(result["decoder"][names[-1]]), point, fontsize="small", color=look["color"], **offset)
     axes.set_xlabel("tokens per forward pass")
     axes.set_ylabel("accuracy (%), 95% intervals")
     axes.set_title(f"at the points: {names[-1].replace('_', ' ')}", fontsize="medium")
     if len(names) > 1:
         axes.legend(fontsize="small")
     axes.margins(x=0.12, y=0.12)
-    return [*pictures, _save(figure, folder / "frontier.png")]
+    return figure
+
+
+def _look(number: int, label: str) -> dict[str, Any]:
+    """Of a line; its open markers show points that coincide."""
+    marker = MARKERS[number % len(MARKERS)]
+    return {"label": label, "color": f"C{number}", "marker": marker, "fillstyle": "none"}
 
 
 def _groups(
