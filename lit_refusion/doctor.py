@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from lit_refusion.evaluation.sandbox import describe
+
 MIN_OPEN_FILES = 1024
 MIN_SHARED_MEMORY = 2**28
 PACKAGES = ("torch", "lightning", "transformers", "torchmetrics", "hydra-core", "omegaconf", "webdataset")
@@ -42,7 +44,10 @@ def examine(run: Path) -> list[Finding]:
         devices,
         lambda: optional("deepspeed", "strategy=deepspeed_...", "deepspeed"),
         lambda: optional("flash_attn", "backbone.attention=flash_attention_2", "flash"),
+        lambda: optional("liger_kernel", "backbone.cross_entropy=liger", "liger"),
         flex_attention,
+        compiler,
+        lambda: Finding("sandbox", f"programs that a model writes run with: {describe()}"),
         shared_memory,
         open_files,
         all_reduce,
@@ -79,6 +84,12 @@ def flex_attention() -> Finding:
         return Finding("flex_attention", "not in this torch; use backbone.attention=sdpa")
     where = "trains here" if torch.cuda.is_available() else "no backward pass without CUDA; sdpa is used here"
     return Finding("flex_attention", where)
+
+
+def compiler() -> Finding:
+    """torch.compile needs a C++ compiler on the CPU."""
+    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    return Finding("compiler", found or "none; backbone.compile=true needs one on the CPU")
 
 
 def shared_memory() -> Finding:

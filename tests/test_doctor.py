@@ -18,8 +18,8 @@ from lit_refusion import doctor
 from lit_refusion.cli import main
 from lit_refusion.doctor import Finding
 
-CHECKS = ["versions", "devices", "deepspeed", "flash_attn", "flex_attention", "shared memory", "open files",
-          "all-reduce", "run folder"]  # fmt: skip
+CHECKS = ["versions", "devices", "deepspeed", "flash_attn", "liger_kernel", "flex_attention", "compiler", "sandbox",
+          "shared memory", "open files", "all-reduce", "run folder"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def test_missing_optional_packages_are_no_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = importlib.util.find_spec
-    missing = ("deepspeed", "flash_attn", "torch.nn.attention.flex_attention")
+    missing = ("deepspeed", "flash_attn", "liger_kernel", "torch.nn.attention.flex_attention")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in missing else real(name, *rest))
     code, lines = examined(tmp_path, capsys)
     assert (code, failures(lines)) == (0, [])
@@ -123,7 +123,8 @@ def test_missing_optional_packages_are_no_problem(
         lines[2] == "ok    deepspeed: not installed; strategy=deepspeed_... needs pip install 'lit-refusion[deepspeed]'"
     )
     assert "pip install 'lit-refusion[flash]'" in lines[3]
-    assert "backbone.attention=sdpa" in lines[4]
+    assert "pip install 'lit-refusion[liger]'" in lines[4]
+    assert "backbone.attention=sdpa" in lines[5]
 
 
 def test_a_system_without_dev_shm_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
