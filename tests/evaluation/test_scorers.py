@@ -535,7 +535,7 @@ def test_humaneval_solutions_pass() -> None:
 
 @needs_sandbox
 def test_altered_humaneval_solutions_fail() -> None:
-    pairs = [(altered(record["question"] + record["answer"]), asked) for record, asked in humaneval()]
+    pairs = [(altered(record["question"] + record["answer"]), asked) for record, asked in humaneval()[::4]]
     failures = all_scored(CONTINUED, pairs)
     assert len(failures) == len(pairs)
     assert {note.split(":")[0] for _, note in failures} == {"failed"}
