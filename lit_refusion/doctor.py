@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import resource
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -116,27 +115,26 @@ def open_files() -> Finding:
 
 def all_reduce() -> Finding:
     """Two processes that add their ranks over gloo, within a minute."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_reduce, args=(rank, port), daemon=True) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
+    with tempfile.TemporaryDirectory() as folder:  # they meet in a file: a free port might be taken meanwhile
+        store = f"file://{folder}/store"
+        processes = [context.Process(target=_reduce, args=(rank, store), daemon=True) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
     if codes == [0, 0]:
         return Finding("all-reduce", "two processes over gloo")
     text = f"two processes over gloo failed (exit codes {codes}); look at firewall and GLOO_SOCKET_IFNAME"
     return Finding("all-reduce", text, is_problem=True)
 
 
-def _reduce(rank: int, port: int) -> None:
-    address = f"tcp://127.0.0.1:{port}"
+def _reduce(rank: int, store: str) -> None:
     torch.distributed.init_process_group(
-        "gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=30)
+        "gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=30)
     )
     value = torch.tensor([rank + 1.0])
     torch.distributed.all_reduce(value)
