@@ -114,7 +114,7 @@ def starting(real: Shards, folder: Path, sizes: list[int], arguments: argparse.N
 def measure_start(path: str) -> dict[str, float]:
     """Seconds to open a data set, to make its plan and to get a batch; MB that the peak memory rose by."""
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
-    before = _status("VmRSS")
+    before = status("VmRSS")
     moments = [time.perf_counter()]
     shards = Shards(path)
     moments.append(time.perf_counter())
@@ -122,12 +122,12 @@ def measure_start(path: str) -> dict[str, float]:
     moments.append(time.perf_counter())
     next(iter(data.train_dataloader()))
     moments.append(time.perf_counter())
-    memory = (_status("VmHWM") - before) / 1024
+    memory = (status("VmHWM") - before) / 1024
     names = ("open", "plan", "batch")
     return {**{n: end - start for n, start, end in zip(names, moments, moments[1:])}, "memory": memory}
 
 
-def _status(name: str) -> int:
+def status(name: str) -> int:
     """A figure of /proc/self/status, in kB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

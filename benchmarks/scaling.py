@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.data import status
 from lit_refusion.cli import main as command
 from lit_refusion.config import load_config
 from lit_refusion.memory import Shape, estimate
@@ -196,12 +197,6 @@ def sent(payload: dict[str, int], ranks: int) -> float:
     """Bytes that a rank sends by ring algorithms."""
     share = (ranks - 1) / ranks
     return sum(size * share * (2 if kind == "all-reduce" else 1) for kind, size in payload.items())
-
-
-def status(name: str) -> int:
-    """A figure of /proc/self/status, in kB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from lit_refusion.decoder import Decoder
+from lit_refusion.decoder import Decoder, check_sampling
 from lit_refusion.engine.request import Request, Row, Sampling, visible
-from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation, Step
 
 
@@ -33,11 +32,7 @@ class AutoregressiveDecoder(Decoder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UserError(
-                f"decoder.temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: "
-                "temperature and top_k must not be negative, top_p must lie in (0, 1]"
-            )
+        check_sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     def row(self, prompt: np.ndarray, eos_token_id: int, rng: np.random.Generator) -> Row:
         """One token per pass; the first pass carries the prompt."""

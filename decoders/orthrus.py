@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from lit_refusion import reveal
-from lit_refusion.decoder import Decoder, agree
+from lit_refusion.decoder import Decoder, agree, check_sampling
 from lit_refusion.engine.request import Reply, Request, Row, Sampling, visible
 from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation, Step
@@ -57,11 +57,7 @@ class OrthrusDecoder(Decoder):
         super().__post_init__()
         if self.block_size is not None and self.block_size < 2:
             raise UserError(f"decoder.block_size={self.block_size}: must be at least 2, an anchor and a draft")
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UserError(
-                f"decoder.temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: "
-                "temperature and top_k must not be negative, top_p must lie in (0, 1]"
-            )
+        check_sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         if self.num_steps < 1 or (self.num_steps > 1 and self.temperature > 0):
             raise UserError(
                 f"decoder.num_steps={self.num_steps}, temperature={self.temperature}: must be at least 1, and 1 with a "

@@ -8,6 +8,12 @@ from lit_refusion.examples import Example
 from lit_refusion.masking import mask_response
 from lit_refusion.views import View
 
+MEANING = (
+    "upper bound of -log p(response | prompt, number of response tokens): mean over all orders of decoding one "
+    "token at a time"
+)
+"""What the bound is, for result files."""
+
 
 def hide_some(num_tokens: int, u: float, rng: np.random.Generator) -> np.ndarray:
     """[num_tokens] bool: l tokens at random, l uniform in 1 .. num_tokens as `u` is in [0, 1).

@@ -30,6 +30,21 @@ class PromptFormat:
                 "prompt_format.style=chat, but the tokenizer has no chat template; add one or use style=plain"
             )
 
+    def changed(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        style: Literal["chat", "plain"] | None,
+        template_kwargs: dict[str, Any] | None,
+    ) -> PromptFormat:
+        """This format with another style or other variables where they are given, checked against a tokenizer."""
+        found = PromptFormat(
+            style=style or self.style,
+            template_kwargs=self.template_kwargs if template_kwargs is None else template_kwargs,
+        )
+        found.check(tokenizer)
+        return found
+
     def prompt_text(self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
         """The prompt as one string, ready for the response to follow."""
         if self.style == "plain":

@@ -31,6 +31,15 @@ def agree(name: str, own: T | None, trained: T | None, *, force: bool) -> T | No
     return own
 
 
+def check_sampling(*, temperature: float, top_k: int, top_p: float) -> None:
+    """Refuse settings of sampling that mean nothing."""
+    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+        raise UserError(
+            f"decoder.temperature={temperature}, top_k={top_k}, top_p={top_p}: temperature and top_k must not be "
+            "negative, top_p must lie in (0, 1]"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decoder(ABC):
     """A decoding method: a frozen dataclass of settings, without defaults.

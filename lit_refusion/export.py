@@ -17,6 +17,7 @@ from lit_refusion.adapter import (
     load_weights,
     read_settings,
     save_adapter,
+    weights_fingerprint,
 )
 from lit_refusion.backbone import Backbone
 from lit_refusion.chat import PromptFormat
@@ -27,7 +28,7 @@ from lit_refusion.run_folder import BEST, LAST, RECORD_KEY, TOKENIZER, checkpoin
 from lit_refusion.schema import build
 from lit_refusion.sharded_checkpoint import load_whole
 from lit_refusion.spec import DiffusionSpec
-from lit_refusion.tokenizer import load_tokenizer
+from lit_refusion.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 MODEL_PREFIX = "backbone.model."
 DType = Literal["auto", "float32", "bfloat16"]
@@ -118,6 +119,17 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     spec: DiffusionSpec
     prompt_format: PromptFormat
+
+    def identity(self, path: str) -> dict[str, Any]:
+        """Plain data that tells this model, loaded from `path`, from another: for results."""
+        return {
+            "model": path,
+            "weights_fingerprint": weights_fingerprint(self.backbone),
+            "tokenizer_fingerprint": tokenizer_fingerprint(self.tokenizer),
+            "spec": self.spec.to_dict(),
+            "dtype": str(self.backbone.model.dtype).removeprefix("torch."),
+            "device": self.backbone.device.type,
+        }
 
 
 def load_model(

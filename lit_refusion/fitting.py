@@ -1,4 +1,4 @@
-"""The settings of a command whose decoder may be left to the model."""
+"""What has to fit together in a command: decoder and model, model and data."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from lit_refusion.config import choices, load_config
+from lit_refusion.data.shards import Shards
 from lit_refusion.decoder import Decoder
 from lit_refusion.errors import UserError
+from lit_refusion.export import LoadedModel
 from lit_refusion.schema import build
 from lit_refusion.spec import DiffusionSpec
+from lit_refusion.tokenizer import tokenizer_fingerprint
 
 
 def without_decoder(overrides: Sequence[str]) -> list[str]:
@@ -46,3 +49,20 @@ def fitting_preset(spec: DiffusionSpec, config_dir: str | None) -> str:
         f"no decoder preset fits models trained with '{spec.objective}'; choose one of "
         f"{', '.join(names)} with decoder=... and force=true"
     )
+
+
+def check_tokenizer(shards: Shards, model: LoadedModel, *, data: str, path: str) -> None:
+    """Refuse data that another tokenizer than the model's has prepared.
+
+    Args:
+        shards: the data.
+        model: the model.
+        data: where the data is, for errors.
+        path: where the model is, for errors.
+    """
+    found = tokenizer_fingerprint(model.tokenizer)
+    if found != shards.manifest.tokenizer_fingerprint:
+        raise UserError(
+            f"data.folder={data}: it was prepared with another tokenizer ({shards.manifest.tokenizer_fingerprint}) "
+            f"than that of model={path} ({found}); prepare it again with data.tokenizer set to the model"
+        )

@@ -50,8 +50,8 @@ class LineLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Print one line."""
         step = step or 0
-        stage = next(iter(metrics)).rpartition("/")[0] if "decode/" in next(iter(metrics)) else ""
-        stage = stage or next(iter(metrics)).split("/", maxsplit=1)[0]
+        first = next(iter(metrics))
+        stage = first.rpartition("/")[0] if first.startswith("decode/") else first.partition("/")[0]
         figures = {name: metrics.get(f"{stage}/{name}") for name in (*self.shown, *DECODED)}
         text = "  ".join(f"{name} {value:,.4g}" for name, value in figures.items() if value is not None)
         print(f"{stage:5} step {step}/{self.max_steps}  {text}{self._time_left(step)}", flush=True)

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from lit_refusion.any_order import any_order_row
+from lit_refusion.any_order import MEANING, any_order_row
 from lit_refusion.attention import FULL, Attention, annealed
 from lit_refusion.errors import UserError
 from lit_refusion.examples import Example
@@ -87,10 +87,7 @@ class LLaDA(Objective):
     @property
     def likelihood_meaning(self) -> str:
         """The any-order bound."""
-        return (
-            "upper bound of -log p(response | prompt, number of response tokens): mean over all orders of decoding one "
-            "token at a time"
-        )
+        return MEANING
 
     def likelihood_views(self, example: Example, u: float, rng: np.random.Generator) -> list[View]:
         """A row with l hidden tokens of weight R / l (Eq. 6); padding is left out, whatever `pad_policy`."""

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from lit_refusion.analysis.dependency import Dependency
 from lit_refusion.analysis.dependency_report import draw_report, table, write_report
-from lit_refusion.commands import compose
+from lit_refusion.commands import compose, counting
 from lit_refusion.config import choices, load_config
 from lit_refusion.data.remote import CacheConfig
 from lit_refusion.data.shards import Shards
 from lit_refusion.errors import UserError
 from lit_refusion.examples import Example
 from lit_refusion.export import DType, LoadedModel, load_model
+from lit_refusion.fitting import check_tokenizer
 from lit_refusion.new_folder import new_folder
 from lit_refusion.objective import Objective
 from lit_refusion.schema import build
 from lit_refusion.spec import DiffusionSpec
-from lit_refusion.tokenizer import tokenizer_fingerprint
 
 STUDIES = ("dependency",)
 
@@ -110,11 +107,11 @@ def run(arguments: argparse.Namespace) -> int:
         trust_remote_code=settings.trust_remote_code,
     )
     objective = _objective(settings, model, arguments.config_dir)
-    _check_tokenizer(settings, model, shards)
+    check_tokenizer(shards, model, data=settings.data, path=settings.model)
     examples = _examples(settings, model, shards)
     study = settings.study(model.spec)
     with new_folder(Path(settings.out), setting="out") as folder:
-        with _progress(len(examples)) as on_progress:
+        with counting("examples", len(examples)) as on_progress:
             points = study.measure(model.backbone, objective, examples, on_progress=on_progress)
         write_report(folder, points, _identity(settings, study, model, shards, num_examples=len(examples)))
         picture = draw_report(folder, points, log_x=settings.log_x)
@@ -158,15 +155,6 @@ def fitting_objective(spec: DiffusionSpec, config_dir: str | None) -> Objective:
     )
 
 
-def _check_tokenizer(settings: AnalyzeConfig, model: LoadedModel, shards: Shards) -> None:
-    found = tokenizer_fingerprint(model.tokenizer)
-    if found != shards.manifest.tokenizer_fingerprint:
-        raise UserError(
-            f"data.folder={settings.data}: it was prepared with another tokenizer "
-            f"({shards.manifest.tokenizer_fingerprint}) than that of model={settings.model} ({found}); prepare it again"
-        )
-
-
 def _examples(settings: AnalyzeConfig, model: LoadedModel, shards: Shards) -> list[Example]:
     """Examples that fit into the model's window and have two response tokens, spread evenly over the data."""
     count = len(shards) if settings.limit is None else min(settings.limit, len(shards))
@@ -196,13 +184,3 @@ def _identity(
         **asdict(study),
         "ratios": list(study.ratios),
     }
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    times = (TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn())
-    with Progress(*columns, *times, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("examples", total=total)
-        yield lambda done: progress.update(task, completed=done)

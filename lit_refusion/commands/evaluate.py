@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lit_refusion.adapter import weights_fingerprint
 from lit_refusion.chat import PromptFormat
-from lit_refusion.commands import compose, harness
+from lit_refusion.commands import compose, counting, harness
 from lit_refusion.decoder import Decoder
 from lit_refusion.errors import UserError
 from lit_refusion.evaluation.answers import Examiner
@@ -29,7 +25,6 @@ from lit_refusion.export import DType, LoadedModel, load_model
 from lit_refusion.fitting import fitted_decoder, without_decoder
 from lit_refusion.objective import Objective
 from lit_refusion.schema import build
-from lit_refusion.tokenizer import tokenizer_fingerprint
 
 SWEEP = "sweep."
 
@@ -113,7 +108,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if settings.task.scorer.executes_code:
         print(f"programs run with: {describe()}")
-    identity = _identity(settings, config, model, problems)
+    prompt_format = model.prompt_format.changed(
+        model.tokenizer, style=settings.prompt_style, template_kwargs=settings.template_kwargs
+    )
+    identity = _identity(settings, config, model, prompt_format, problems)
     combinations = [
         (values, _changed(decoder_settings, values, model, force=settings.force))
         for values in _combinations(settings, decoder)
@@ -125,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
                 task=settings.task,
                 decoder=own,
                 tokenizer=model.tokenizer,
-                prompt_format=_prompt_format(settings, model),
+                prompt_format=prompt_format,
             ),
             backbone=model.backbone,
             problems=problems,
@@ -134,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
             identity={**identity, "decoder": {**decoder_settings, **values}},
         )
         folder = Path(settings.out, *[",".join(f"{name}={value}" for name, value in values.items())])
-        with _progress(settings.task.name, len(problems)) as on_progress:
+        with counting(settings.task.name, len(problems)) as on_progress:
             results.append(evaluation.run(folder, on_progress=on_progress))
     _report(settings, results)
     return 0
@@ -176,44 +174,23 @@ def _changed(settings: dict[str, Any], values: dict[str, Any], model: LoadedMode
     return build({**settings, **values}, Decoder, key="decoder").fit_to(model.spec, force=force)
 
 
-def _prompt_format(settings: EvaluateConfig, model: LoadedModel) -> PromptFormat:
-    trained = model.prompt_format
-    prompt_format = PromptFormat(
-        style=settings.prompt_style or trained.style,
-        template_kwargs=trained.template_kwargs if settings.template_kwargs is None else settings.template_kwargs,
-    )
-    prompt_format.check(model.tokenizer)
-    return prompt_format
-
-
 def _identity(
-    settings: EvaluateConfig, config: dict[str, Any], model: LoadedModel, problems: list[Problem]
+    settings: EvaluateConfig,
+    config: dict[str, Any],
+    model: LoadedModel,
+    prompt_format: PromptFormat,
+    problems: list[Problem],
 ) -> dict[str, Any]:
     """What the result says of its origin; only an evaluation of the same may go on in its folder."""
     return {
+        **model.identity(settings.model),
         "task": config["task"],
         "problems_fingerprint": fingerprint(problems),
         "num_problems": len(problems),
-        "model": settings.model,
-        "weights_fingerprint": weights_fingerprint(model.backbone),
-        "tokenizer_fingerprint": tokenizer_fingerprint(model.tokenizer),
-        "spec": model.spec.to_dict(),
-        "prompt_format": asdict(_prompt_format(settings, model)),
-        "dtype": str(model.backbone.model.dtype).removeprefix("torch."),
-        "device": model.backbone.device.type,
+        "prompt_format": asdict(prompt_format),
         "seed": settings.seed,
         "num_singles": settings.num_singles,
     }
-
-
-@contextmanager
-def _progress(name: str, total: int) -> Iterator[Any]:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    times = (TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn())
-    with Progress(*columns, *times, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda done: progress.update(task, completed=done)
 
 
 def _table(results: list[dict[str, Any]], swept: list[str]) -> Table:

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lit_refusion.chat import PromptFormat
 from lit_refusion.commands import compose
 from lit_refusion.conversation import HELP, Conversation
 from lit_refusion.decoder import Decoder
@@ -153,12 +152,9 @@ def _writer(
     decoder, decoder_settings = fitted_decoder(
         "generate", overrides, model.spec, force=settings.force, config_dir=arguments.config_dir
     )
-    trained = model.prompt_format
-    prompt_format = PromptFormat(
-        style=settings.prompt_style or trained.style,
-        template_kwargs=trained.template_kwargs if settings.template_kwargs is None else settings.template_kwargs,
+    prompt_format = model.prompt_format.changed(
+        model.tokenizer, style=settings.prompt_style, template_kwargs=settings.template_kwargs
     )
-    prompt_format.check(model.tokenizer)
     if arguments.chat and prompt_format.style == "plain":
         raise UserError("--chat: prompt_style=plain has no turns; give prompt_style=chat, or prompt=")
     return Writer(model=model, decoder=decoder, prompt_format=prompt_format, seed=settings.seed), decoder_settings

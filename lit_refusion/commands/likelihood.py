@@ -5,17 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from lit_refusion.adapter import weights_fingerprint
-from lit_refusion.commands import compose
+from lit_refusion.commands import compose, counting
 from lit_refusion.data import split
 from lit_refusion.data.remote import CacheConfig
 from lit_refusion.data.shards import Shards
@@ -23,10 +18,10 @@ from lit_refusion.errors import UserError
 from lit_refusion.evaluation.likelihood import Likelihood, check_conventions, figures, negative_log_likelihood
 from lit_refusion.examples import Example
 from lit_refusion.export import DType, LoadedModel, load_model
+from lit_refusion.fitting import check_tokenizer
 from lit_refusion.new_folder import new_folder
 from lit_refusion.objective import Objective
 from lit_refusion.schema import build
-from lit_refusion.tokenizer import tokenizer_fingerprint
 
 RECORDS, RESULT = "records.jsonl", "result.json"
 
@@ -99,9 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
         trust_remote_code=settings.trust_remote_code,
     )
     check_conventions(settings.objective, model.spec, model=settings.model)
+    check_tokenizer(shards, model, data=settings.data, path=settings.model)
     identity = _identity(settings, config, model, shards)
     with new_folder(Path(settings.out), setting="out") as folder:
-        with _progress(len(examples)) as on_progress:
+        with counting("likelihood", len(examples)) as on_progress:
             found = negative_log_likelihood(
                 model.backbone,
                 settings.objective,
@@ -134,17 +130,8 @@ def _examples(shards: Shards, settings: LikelihoodConfig) -> list[Example]:
 def _identity(settings: LikelihoodConfig, config: dict[str, Any], model: LoadedModel, shards: Shards) -> dict[str, Any]:
     """What the result says of its origin."""
     assert settings.objective is not None
-    own = tokenizer_fingerprint(model.tokenizer)
-    if own != shards.manifest.tokenizer_fingerprint:
-        raise UserError(
-            f"data.folder={settings.data}: it was prepared with another tokenizer than model={settings.model} has; "
-            "prepare it again with data.tokenizer set to the model"
-        )
     return {
-        "model": settings.model,
-        "weights_fingerprint": weights_fingerprint(model.backbone),
-        "tokenizer_fingerprint": own,
-        "spec": model.spec.to_dict(),
+        **model.identity(settings.model),
         "objective": config["objective"],
         "likelihood": {"kind": settings.objective.likelihood_kind, "is": settings.objective.likelihood_meaning},
         "data": settings.data,
@@ -152,8 +139,6 @@ def _identity(settings: LikelihoodConfig, config: dict[str, Any], model: LoadedM
         "split": settings.split,
         "validation_fraction": settings.validation_fraction,
         "limit": settings.limit,
-        "dtype": str(model.backbone.model.dtype).removeprefix("torch."),
-        "device": model.backbone.device.type,
         "seed": settings.seed,
     }
 
@@ -180,13 +165,3 @@ def _summary(found: dict[str, float], *, kind: str) -> str:
         f"{found['examples']} examples, {found['tokens']} response tokens: {bound}{found['bits_per_token']:.4f}{error} "
         f"bits per token, perplexity {found['perplexity']:.4g}"
     )
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    times = (TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn())
-    with Progress(*columns, *times, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("likelihood", total=total)
-        yield lambda done: progress.update(task, completed=done)
