@@ -18,6 +18,8 @@ COMMANDS = {
     "train": "train a backbone with an objective",
     "generate": "decode a prompt with an exported model",
     "evaluate": "decode and score a task with an exported model",
+    "ablate": "train, evaluate and compare the arms of an experiment, everything else equal",
+    "compare": "report on runs: scores, speed, cost, and whether the comparison is controlled",
     "analyze": "study an exported model: dependency (of masked tokens on each other)",
     "likelihood": "measure how likely an exported model finds the responses of prepared data",
     "export": "write a run's model as a Hugging Face folder",
@@ -82,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text)
-        sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings, in Hydra's override grammar")
+        sub.add_argument("overrides", nargs="*", metavar="key=value", help=_positional(name))
         sub.add_argument("--config-dir", help="folder of your own YAML groups, laid out like conf/")
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         sub.add_argument("--show-config", action="store_true", help="print the resolved settings and stop")
@@ -92,6 +94,10 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--stream", action="store_true", help="print the answer while it is decoded")
             sub.add_argument("--html", metavar="FILE", help="write a page that replays the decoding")
     return parser
+
+
+def _positional(command: str) -> str:
+    return "settings, in Hydra's override grammar" + ("; words without '=' are runs" if command == "compare" else "")
 
 
 if __name__ == "__main__":

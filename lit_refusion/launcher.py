@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from lit_refusion.callbacks.interrupt import INTERRUPTED
 from lit_refusion.errors import UserError, first_line
@@ -25,9 +26,16 @@ def _key(override: str) -> str:
 class Launcher(ABC):
     """Where the processes of a run are started."""
 
+    submits: ClassVar[bool]
+    """Whether runs are handed to a scheduler, and so go on after the command has ended."""
+
     @abstractmethod
     def job(self, arguments: Sequence[str], run: Path, world: World) -> str | None:
         """The script to submit, which runs `lit-refusion train ARGUMENTS`; None to train in this process."""
+
+    @abstractmethod
+    def follow(self, command: Sequence[str], *, name: str, folder: Path, after: Sequence[str]) -> str:
+        """The script of a single process that runs a command once other jobs have ended (`afterok:ID`)."""
 
     @abstractmethod
     def submit(self, script: str, run: Path) -> str:
@@ -38,9 +46,15 @@ class Launcher(ABC):
 class Local(Launcher):
     """This process, under torchrun or srun where they started it."""
 
+    submits: ClassVar[bool] = False
+
     def job(self, arguments: Sequence[str], run: Path, world: World) -> str | None:
         """Nothing to submit."""
         return None
+
+    def follow(self, command: Sequence[str], *, name: str, folder: Path, after: Sequence[str]) -> str:
+        """Never asked to."""
+        raise AssertionError("a local run is not submitted")
 
     def submit(self, script: str, run: Path) -> str:
         """Never asked to."""
@@ -65,6 +79,8 @@ class Slurm(Launcher):
         setup: shell lines before the run, for example ["module load cuda", "source .venv/bin/activate"].
     """
 
+    submits: ClassVar[bool] = True
+
     partition: str | None
     account: str | None
     time: str
@@ -82,21 +98,8 @@ class Slurm(Launcher):
     def job(self, arguments: Sequence[str], run: Path, world: World) -> str | None:
         """The batch script."""
         gpus = world.devices if self.gpus_per_node is None else self.gpus_per_node
-        options = [
-            f"--job-name={run.name}",
-            f"--nodes={world.num_nodes}",
-            f"--ntasks-per-node={world.devices}",
-            f"--cpus-per-task={self.cpus_per_task}",
-            f"--time={self.time}",
-            f"--output={run}/slurm-%j.log",
-            f"--signal=USR1@{self.warning_seconds}",
-            "--requeue",
-            "--open-mode=append",
-            *([f"--gpus-per-node={gpus}"] if gpus else []),
-            *([f"--partition={self.partition}"] if self.partition else []),
-            *([f"--account={self.account}"] if self.account else []),
-            *self.extra,
-        ]
+        more = [f"--signal=USR1@{self.warning_seconds}", "--requeue"]
+        options = self._options(run.name, run, num_nodes=world.num_nodes, tasks=world.devices, gpus=gpus, more=more)
         kept = [text for text in arguments if _key(text) not in ("launcher", "dry_run", "resume")]
         resume = "resume=force" if "resume=force" in arguments else "resume=auto"
         command = [sys.executable, "-m", "lit_refusion.cli", "train", *kept, "launcher=local", resume]
@@ -113,6 +116,31 @@ class Slurm(Launcher):
             "exit $code",
         ]
         return "\n".join(lines) + "\n"
+
+    def follow(self, command: Sequence[str], *, name: str, folder: Path, after: Sequence[str]) -> str:
+        """The batch script of one task; on one GPU, where trainings ask for any."""
+        gpus = 1 if self.gpus_per_node is None else min(1, self.gpus_per_node)
+        more = [f"--dependency={','.join(after)}"] if after else []
+        options = self._options(name, folder, num_nodes=1, tasks=1, gpus=gpus, more=more)
+        lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options), "set -u", *self.setup]
+        return "\n".join([*lines, f"exec {shlex.join(command)}"]) + "\n"
+
+    def _options(self, name: str, folder: Path, *, num_nodes: int, tasks: int, gpus: int, more: list[str]) -> list[str]:
+        """What every job asks for, on each of its nodes."""
+        return [
+            f"--job-name={name}",
+            f"--nodes={num_nodes}",
+            f"--ntasks-per-node={tasks}",
+            f"--cpus-per-task={self.cpus_per_task}",
+            f"--time={self.time}",
+            f"--output={folder}/slurm-%j.log",
+            *more,
+            "--open-mode=append",
+            *([f"--gpus-per-node={gpus}"] if gpus else []),
+            *([f"--partition={self.partition}"] if self.partition else []),
+            *([f"--account={self.account}"] if self.account else []),
+            *self.extra,
+        ]
 
     def submit(self, script: str, run: Path) -> str:
         """Write `submit.sbatch` into the run folder and give it to `sbatch`."""

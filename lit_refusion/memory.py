@@ -6,8 +6,12 @@ come on top. ZeRO's shares are those of Rajbhandari et al. (arXiv 1910.02054, se
 
 from __future__ import annotations
 
+import resource
+import sys
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from lit_refusion.losses import MAX_LOGITS
 
@@ -140,3 +144,11 @@ def estimate(
         "logits": chunk * shape.vocabulary * (2 * FP32 + (compute if is_bf16 else 0)),
     }
     return {**parts, "total": sum(parts.values())}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has used at most: of the GPU, or on the CPU of main memory, libraries included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

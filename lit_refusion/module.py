@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.errors import UserError
+from lit_refusion.memory import peak_memory
 from lit_refusion.meter import LossMeter
 from lit_refusion.objective import Loss, Objective
 from lit_refusion.optimizer import OptimizerConfig
@@ -123,8 +124,9 @@ class TrainingModule(L.LightningModule):
         figures = self._meters["train"].compute()
         self._meters["train"].reset()
         now = time.perf_counter()
-        figures["tokens_per_second"] = figures.pop("tokens") / (now - self._logged_time)
-        figures["supervised_tokens"] /= steps
+        figures["seconds"] = now - self._logged_time
+        figures["tokens_per_second"] = figures["tokens"] / figures["seconds"]
+        figures["peak_memory_gb"] = peak_memory(self.device) / 1e9
         figures["learning_rate"] = self._learning_rate
         if self.trainer.strategy.handles_gradient_accumulation:
             engine: Any = self.trainer.model

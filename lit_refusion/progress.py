@@ -12,8 +12,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
 
-DECODED = ("accuracy", "tokens_per_forward")
-"""Figures of a decoding that are shown."""
+MEASURED = ("nelbo", "accuracy", "tokens_per_forward")
+"""Figures of validation callbacks that are shown."""
 
 
 class ProgressBar(RichProgressBar):
@@ -52,7 +52,7 @@ class LineLogger(Logger):
         step = step or 0
         first = next(iter(metrics))
         stage = first.rpartition("/")[0] if first.startswith("decode/") else first.partition("/")[0]
-        figures = {name: metrics.get(f"{stage}/{name}") for name in (*self.shown, *DECODED)}
+        figures = {name: metrics.get(f"{stage}/{name}") for name in (*self.shown, *MEASURED)}
         text = "  ".join(f"{name} {value:,.4g}" for name, value in figures.items() if value is not None)
         print(f"{stage:5} step {step}/{self.max_steps}  {text}{self._time_left(step)}", flush=True)
 

@@ -20,6 +20,7 @@ from lit_refusion.attention import BLOCK
 from lit_refusion.backbone import Backbone, BackboneConfig
 from lit_refusion.callbacks.decoding import DecodingCallback, DecodingConfig, check_decodings
 from lit_refusion.callbacks.interrupt import StopGracefully
+from lit_refusion.callbacks.likelihood import LikelihoodConfig, likelihood_callbacks
 from lit_refusion.chat import PromptFormat
 from lit_refusion.data.loader import DataModule, LoaderConfig
 from lit_refusion.data.remote import CacheConfig
@@ -31,6 +32,7 @@ from lit_refusion.mask_token import check_mask_not_in_data
 from lit_refusion.module import TrainingModule
 from lit_refusion.objective import Objective
 from lit_refusion.optimizer import OptimizerConfig
+from lit_refusion.origin import initial, order, software, write_origin
 from lit_refusion.ranks import rank_log
 from lit_refusion.run_folder import LOGS, TOKENIZER, resume_point
 from lit_refusion.schema import build
@@ -57,6 +59,7 @@ class TrainConfig:
         trainer: how long, on what.
         strategy: how the model lies on the devices.
         decoding: decoders that run in validation, by name.
+        likelihood: how much of it is measured in validation.
         launcher: where the processes are started.
         dry_run: only say what would be done.
     """
@@ -73,6 +76,7 @@ class TrainConfig:
     trainer: TrainerConfig
     strategy: StrategyConfig
     decoding: dict[str, DecodingConfig]
+    likelihood: LikelihoodConfig
     launcher: Launcher
     dry_run: bool
 
@@ -100,6 +104,7 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
     resume_from = resume_point(run, config.resume)
     shards = Shards(config.data, cache=config.cache)
     tokenizer, backbone = _load_fitting(config, shards)
+    start = initial(backbone)
     config.objective.prepare(backbone)
     data = DataModule(
         shards,
@@ -124,7 +129,14 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
     validates = len(data.validation_indices) > 0
     decodings = _decodings(config, shards, tokenizer, has_validation=validates)
     stop = StopGracefully(config.trainer.validate_every if validates else None)
-    origin = LambdaCallback(on_train_start=lambda *_: _write_origin(run, resolved, tokenizer))
+    facts = {
+        "data": shards.manifest.content_fingerprint,
+        "tokenizer": shards.manifest.tokenizer_fingerprint,
+        **start,
+        **order(data, max_steps),
+        "software": software(),
+    }
+    origin = LambdaCallback(on_train_start=lambda *_: _write_start(run, resolved, tokenizer, facts))
     trainer = make_trainer(
         config.trainer,
         config.strategy,
@@ -132,7 +144,7 @@ def train(config: TrainConfig, *, resolved: dict[str, Any]) -> TrainResult:
         run=run,
         max_steps=max_steps,
         resume_from=resume_from,
-        callbacks=[origin, stop, *decodings],
+        callbacks=[origin, stop, *decodings, *likelihood_callbacks(config.likelihood, data)],
     )
     if trainer.is_global_zero:
         print(_header(config, spec=spec, backbone=backbone, data=data, max_steps=max_steps), flush=True)
@@ -213,10 +225,13 @@ def _fit(trainer: L.Trainer, module: TrainingModule, data: DataModule, *, run: P
 
 
 @rank_zero_only
-def _write_origin(run: Path, resolved: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+def _write_start(
+    run: Path, resolved: dict[str, Any], tokenizer: PreTrainedTokenizerBase, facts: dict[str, Any]
+) -> None:
     """What the run was made of; written when it really starts, so that one that is refused changes nothing."""
     (run / "config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(run / TOKENIZER)
+    write_origin(run, facts)
 
 
 def _load_fitting(config: TrainConfig, shards: Shards) -> tuple[PreTrainedTokenizerBase, Backbone]:

@@ -93,8 +93,9 @@ def metrics(folder: Path) -> list[dict[str, str]]:
 
 
 def figures(folder: Path) -> list[dict[str, str]]:
-    """The logged rows without the speed, which differs between two runs of the same numbers."""
-    return [{name: x for name, x in row.items() if name != "train/tokens_per_second"} for row in metrics(folder)]
+    """The logged rows without time and memory, which differ between two runs of the same numbers."""
+    cost = {"train/tokens_per_second", "train/seconds", "train/peak_memory_gb"}
+    return [{name: x for name, x in row.items() if name not in cost} for row in metrics(folder)]
 
 
 def as_it_was(folder: Path) -> Path:

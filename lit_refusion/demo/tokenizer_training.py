@@ -1,5 +1,6 @@
-"""Trains the demo's tokenizer, the folder ``tokenizer/`` next to this file."""
+"""Trains small byte-level tokenizers: the demo's, the folder ``tokenizer/`` next to this file, and ones like it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,15 +20,28 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(folder: str | Path, *, num_problems: int = 5000, seed: int = 0) -> None:
-    """Trains a byte-level BPE tokenizer on the training problems and saves it as a Hugging Face folder.
+    """Trains the demo's tokenizer on the training problems.
+
+    Args:
+        folder: where to save; made if missing.
+        num_problems: number of training problems to learn the merges from.
+        seed: seed of those problems. Equal arguments give equal files.
+    """
+    texts = ["user\n{query}", "assistant\n{response}"]
+    problems = generate(num_problems, seed=seed)
+    train_bpe(folder, (text.format(**problem) for problem in problems for text in texts), vocab_size=VOCAB_SIZE)
+
+
+def train_bpe(folder: str | Path, texts: Iterable[str], *, vocab_size: int) -> None:
+    """Trains a byte-level BPE tokenizer with a chat template and [MASK], and saves it as a Hugging Face folder.
 
     A number below 100 is one token, the space before it included, so its length shifts no later token: a slot that is
     decoded out of order has to know where it stands. Digit by digit, the slot-wise loss after 60 s was twice as high.
 
     Args:
         folder: where to save; made if missing.
-        num_problems: number of training problems to learn the merges from.
-        seed: seed of those problems. Equal arguments give equal files.
+        texts: to learn the merges from. Equal texts give equal files.
+        vocab_size: entries, special tokens included.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -38,14 +52,12 @@ def train_tokenizer(folder: str | Path, *, num_problems: int = 5000, seed: int =
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    problems = generate(num_problems, seed=seed)
-    chat = ["user\n{query}", "assistant\n{response}"]
-    tokenizer.train_from_iterator((text.format(**problem) for problem in problems for text in chat), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|endoftext|>",

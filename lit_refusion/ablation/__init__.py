@@ -1,0 +1,1 @@
+"""Controlled ablations: arms that are trained, evaluated and compared from one YAML."""

@@ -1,0 +1,152 @@
+"""What an ablation consists of: arms, seeds and tasks, and which of them share a training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lit_refusion.comparison.throughput import MeasureConfig
+from lit_refusion.errors import UserError
+from lit_refusion.launcher import Launcher
+
+Stage = Literal["train", "evaluate", "compare"]
+ARMS, RUNS, MODELS, LOGS, REPORT = "arms", "runs", "models", "logs", "report"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way of training and decoding.
+
+    Args:
+        train: settings of `lit-refusion train`, behind those of all arms. Arms with equal settings share the training.
+        decode: settings of `lit-refusion evaluate`, behind those of all arms.
+    """
+
+    train: tuple[str, ...]
+    decode: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblateConfig:
+    """An ablation.
+
+    Args:
+        out: folder of everything that comes of it.
+        model: exported folder or hub id that arms without settings of training decode; null to train one for them.
+        train: settings of `lit-refusion train` for all arms.
+        decode: settings of `lit-refusion evaluate` for all arms.
+        arms: by name, in the order of the report.
+        seeds: each arm is trained and evaluated once with each.
+        tasks: settings of `lit-refusion evaluate`, by name; they choose the task and how much of it.
+        checkpoint: the checkpoint that is evaluated.
+        baseline: arm that the others are measured against; null for the first.
+        allow: settings in which arms may differ on purpose, beside objective and decoder; see `compare`.
+        measure: how throughput is measured.
+        at_once: trainings under way at a time on this machine, each on its share of the cores and GPUs.
+        threads: of each process; null for an equal share of the cores.
+        only: names of the arms to run now; all for an empty list.
+        stages: of them, the ones to run now.
+        launcher: where the trainings run.
+    """
+
+    out: str
+    model: str | None
+    train: tuple[str, ...]
+    decode: tuple[str, ...]
+    arms: dict[str, Arm]
+    seeds: tuple[int, ...]
+    tasks: dict[str, tuple[str, ...]]
+    checkpoint: Literal["best", "last"]
+    baseline: str | None
+    allow: tuple[str, ...]
+    measure: MeasureConfig
+    at_once: int
+    threads: int | None
+    only: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    launcher: Launcher
+
+    def __post_init__(self) -> None:
+        if not self.out or not self.arms or not self.seeds or not self.tasks:
+            raise UserError(
+                "ablate: give experiment=..., or out, arms, seeds and tasks; one of them is empty "
+                f"(out={self.out!r}, {len(self.arms)} arms, {len(self.seeds)} seeds, {len(self.tasks)} tasks)"
+            )
+        if self.at_once < 1 or (self.threads is not None and self.threads < 1):
+            raise UserError(f"at_once={self.at_once}, threads={self.threads}: must be at least 1")
+        if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise UserError(f"seeds={list(self.seeds)}: each must be there once, and not be negative")
+        for name in (*self.only, *([self.baseline] if self.baseline else [])):
+            if name not in self.arms:
+                raise UserError(f"{name}: no such arm; there are {', '.join(self.arms)}")
+        for name in (*self.arms, *self.tasks):
+            if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+                raise UserError(f"{name}: a name of an arm or a task may have letters, digits, '_', '-' and '.' only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """An arm with a seed.
+
+    Args:
+        arm: name of the arm.
+        seed: of training and decoding.
+    """
+
+    arm: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.arm}-seed{self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Cells that decode one model.
+
+    Args:
+        name: of the training: that of its first cell.
+        train: settings of `lit-refusion train`; None where the model is given.
+        model: where the model is, or will be exported to.
+        cells: in the order of the arms.
+    """
+
+    name: str
+    train: tuple[str, ...] | None
+    model: str
+    cells: tuple[Cell, ...]
+
+
+def groups(config: AblateConfig) -> list[Group]:
+    """The trainings, or given models, of an ablation, each with what is decoded from it."""
+    found: dict[tuple[object, int], list[Cell]] = {}
+    for seed in config.seeds:
+        for name, arm in config.arms.items():
+            found.setdefault((arm.train, seed), []).append(Cell(arm=name, seed=seed))
+    out = Path(config.out)
+    result = []
+    for cells in found.values():
+        first, arm = cells[0], config.arms[cells[0].arm]
+        settings = (*config.train, *arm.train, f"seed={first.seed}", f"run={out / RUNS / first.name}", "resume=auto")
+        is_given = config.model is not None and not arm.train
+        result.append(
+            Group(
+                name=first.name,
+                train=None if is_given else settings,
+                model=str(config.model) if is_given else str(out / MODELS / first.name),
+                cells=tuple(cells),
+            )
+        )
+    return result
+
+
+def chosen(found: Sequence[Group], only: Sequence[str]) -> list[Group]:
+    """The groups cut to the arms of `only`; all for an empty one."""
+    if not only:
+        return list(found)
+    cut = [(group, tuple(cell for cell in group.cells if cell.arm in only)) for group in found]
+    return [Group(name=group.name, train=group.train, model=group.model, cells=cells) for group, cells in cut if cells]

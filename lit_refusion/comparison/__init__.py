@@ -1,0 +1,1 @@
+"""Comparing runs: control, statistics, throughput, report."""

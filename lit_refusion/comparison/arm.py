@@ -1,0 +1,157 @@
+"""What is compared: a training run and the evaluations of its model, read from their folders."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lit_refusion.errors import UserError
+from lit_refusion.evaluation.evaluate import RECORDS, RESULT, read_records
+from lit_refusion.new_file import write_file
+from lit_refusion.origin import ORIGIN, read_origin
+
+ARM, ABLATION, ARM_FOLDERS, EVALUATIONS = "arm.json", "ablation.json", "arms", "evaluations"
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation that has ended.
+
+    Args:
+        result: what `result.json` holds.
+        records: one for each problem, in the order of the problems' ids.
+    """
+
+    result: dict[str, Any]
+    records: list[dict[str, Any]]
+
+    @property
+    def task(self) -> str:
+        """Name of the task."""
+        return str(self.result["task"]["name"])
+
+
+@dataclass(frozen=True)
+class ArmRun:
+    """An arm with a seed.
+
+    Args:
+        arm: its name.
+        seed: of training and decoding.
+        run: folder of the training; None where a given model was decoded.
+        evaluations: by task.
+        failure: why it has no result; None where nothing failed.
+    """
+
+    arm: str
+    seed: int
+    run: Path | None
+    evaluations: dict[str, Evaluated]
+    failure: str | None
+
+    @property
+    def name(self) -> str:
+        """With the seed."""
+        return f"{self.arm}-seed{self.seed}"
+
+    @cached_property
+    def origin(self) -> dict[str, Any] | None:
+        """What the training was made of; None without one."""
+        return None if self.run is None or not (self.run / ORIGIN).exists() else read_origin(self.run)
+
+    @cached_property
+    def config(self) -> dict[str, Any] | None:
+        """Settings of the training."""
+        path = None if self.run is None else self.run / "config.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else None
+
+    @cached_property
+    def metrics(self) -> list[dict[str, float]]:
+        """The logged figures of the training, a row a logged step."""
+        path = None if self.run is None else self.run / "metrics.csv"
+        if path is None or not path.exists():
+            return []
+        with path.open(newline="", encoding="utf-8") as file:
+            return [{name: float(x) for name, x in row.items() if name and x} for row in csv.DictReader(file)]
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step that was logged."""
+        return int(max((row["step"] for row in self.metrics), default=0))
+
+    def curve(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a logged figure."""
+        rows = [row for row in self.metrics if name in row]
+        return [int(row["step"]) for row in rows], [row[name] for row in rows]
+
+    def total(self, name: str) -> float | None:
+        """Sum of a logged figure over the training; None where it was not logged."""
+        values = self.curve(name)[1]
+        return sum(values) if values else None
+
+
+def write_arm(folder: Path, *, arm: str, seed: int, run: str | None, failure: str | None) -> None:
+    """Say what an arm's folder is: `run` is the training's folder, seen from there."""
+    content = {"arm": arm, "seed": seed, "run": run, "failure": failure}
+    write_file(folder / ARM, json.dumps(content, indent=2) + "\n", name="out=")
+
+
+def read_all(paths: Sequence[str]) -> list[ArmRun]:
+    """The runs in these folders: of ablations, arms of one, or training runs with their evaluations.
+
+    Raises:
+        UserError: a folder is none of these, or two are called alike.
+    """
+    found = [run for path in paths for run in _read(Path(path))]
+    for number, run in enumerate(found):
+        if run.name in [other.name for other in found[:number]]:
+            raise UserError(f"{run.name}: two of the runs are called so; rename the folder of one")
+    return found
+
+
+def _read(path: Path) -> list[ArmRun]:
+    if (path / ABLATION).is_file():
+        plan = _json(path / ABLATION)
+        cells = [(arm, seed) for arm in plan["arms"] for seed in plan["seeds"]]
+        folders = [path / ARM_FOLDERS / f"{arm}-seed{seed}" for arm, seed in cells]
+        missing = [
+            ArmRun(arm, seed, None, {}, "it has not been run")
+            for (arm, seed), folder in zip(cells, folders, strict=True) if not (folder / ARM).is_file()
+        ]  # fmt: skip
+        return [*(_read_arm(folder) for folder in folders if (folder / ARM).is_file()), *missing]
+    if (path / ARM).is_file():
+        return [_read_arm(path)]
+    if (path / ORIGIN).is_file():
+        run = ArmRun(path.name, 0, path, _evaluations(path / EVALUATIONS), None)
+        seed = (run.config or {}).get("seed", 0)
+        return [ArmRun(run.arm, seed, path, run.evaluations, None)]
+    raise UserError(
+        f"{path}: not the folder of an ablation, of one of its arms, or of a training run (no {ABLATION}, {ARM} or "
+        f"{ORIGIN} in it)"
+    )
+
+
+def _read_arm(folder: Path) -> ArmRun:
+    content = _json(folder / ARM)
+    run = None if content["run"] is None else (folder / content["run"]).resolve()
+    return ArmRun(content["arm"], content["seed"], run, _evaluations(folder), content["failure"])
+
+
+def _evaluations(folder: Path) -> dict[str, Evaluated]:
+    found = {}
+    for result in sorted(folder.glob(f"*/{RESULT}")):
+        records = sorted(read_records(result.with_name(RECORDS)), key=lambda record: record["id"])
+        found[result.parent.name] = Evaluated(_json(result), records)
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot read it: {error}; run what wrote it again") from error
