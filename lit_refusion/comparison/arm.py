@@ -68,7 +68,7 @@ class ArmRun:
     def config(self) -> dict[str, Any] | None:
         """Settings of the training."""
         path = None if self.run is None else self.run / "config.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else None
+        return _json(path) if path is not None and path.exists() else None
 
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
@@ -77,7 +77,10 @@ class ArmRun:
         if path is None or not path.exists():
             return []
         with path.open(newline="", encoding="utf-8") as file:
-            return [{name: float(x) for name, x in row.items() if name and x} for row in csv.DictReader(file)]
+            try:
+                return [{name: float(x) for name, x in row.items() if name and x} for row in csv.DictReader(file)]
+            except ValueError as error:
+                raise UserError(f"{path}: cannot read it: {error}; remove the line") from error
 
     @property
     def last_step(self) -> int:
@@ -127,7 +130,7 @@ def _read(path: Path) -> list[ArmRun]:
     if (path / ARM).is_file():
         return [_read_arm(path)]
     if (path / ORIGIN).is_file():
-        run = ArmRun(path.name, 0, path, _evaluations(path / EVALUATIONS), None)
+        run = ArmRun(path.resolve().name, 0, path, _evaluations(path / EVALUATIONS), None)
         seed = (run.config or {}).get("seed", 0)
         return [ArmRun(run.arm, seed, path, run.evaluations, None)]
     raise UserError(

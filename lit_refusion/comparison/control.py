@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_refusion.comparison.arm import ArmRun
@@ -43,16 +43,18 @@ class Contrast:
         key: dotted name of the setting, or of the fact.
         reference: the reference arm's value.
         own: the arm's.
+        owner: whose the reference value is.
     """
 
     arm: str
     key: str
     reference: Any
     own: Any
+    owner: str = "the baseline"
 
     def __str__(self) -> str:
         title = f" ({FACTS[self.key]})" if self.key in FACTS else ""
-        return f"{self.key}{title}: {_short(self.reference)} in the baseline, {_short(self.own)} in {self.arm}"
+        return f"{self.key}{title}: {_short(self.reference)} in {self.owner}, {_short(self.own)} in {self.arm}"
 
 
 @dataclass(frozen=True)
@@ -75,25 +77,28 @@ class Control:
 def check(runs: Sequence[ArmRun], *, baseline: str, allow: Sequence[str]) -> Control:
     """Compare every arm with the baseline, seed by seed.
 
+    Arms that failed are left out; where the baseline has, the first of the others stands in for it.
+
     Args:
         runs: all arms and seeds.
         baseline: name of the reference arm.
         allow: dotted names of settings or facts, or groups of them, that may differ.
     """
     found: list[Contrast] = []
-    references = {run.seed: run for run in runs if run.arm == baseline}
-    for run in runs:
-        if run.arm == baseline:
+    whole = [run for run in runs if run.failure is None]
+    seeds = sorted({run.seed for run in runs if run.arm == baseline})
+    for run in whole:
+        if run.seed not in seeds:
+            found.append(Contrast(run.arm, "seed", seeds, run.seed))
             continue
-        if run.seed not in references:
-            found.append(Contrast(run.arm, "seed", sorted(references), run.seed))
-            continue
-        reference = references[run.seed]
+        pair = [other for other in whole if other.seed == run.seed]
+        reference = next((other for other in pair if other.arm == baseline), pair[0])
+        owner = "the baseline" if reference.arm == baseline else reference.arm
         for key, (theirs, own) in differences(reference, run).items():
-            found.append(Contrast(run.arm, key, theirs, own))
-    for run in runs:
+            found.append(Contrast(run.arm, key, theirs, own, owner))
+    for run in whole:
         if run.origin is not None and run.last_step < run.origin["steps"]:
-            found.append(Contrast(run.name, "last_step", run.origin["steps"], run.last_step))
+            found.append(Contrast(run.name, "last_step", run.origin["steps"], run.last_step, "its settings"))
     found = list(dict.fromkeys(_hashable(item) for item in found))
     intended = tuple(item for item in found if _is_below(item.key, INTENDED) and not item.key.endswith(BUDGET))
     rest = [item for item in found if item not in intended]
@@ -104,19 +109,21 @@ def check(runs: Sequence[ArmRun], *, baseline: str, allow: Sequence[str]) -> Con
 
 def differences(reference: ArmRun, run: ArmRun) -> dict[str, tuple[Any, Any]]:
     """What two runs do not share: name -> (reference's, run's)."""
-    theirs, own = conditions(reference), conditions(run)
+    tasks = reference.evaluations.keys() & run.evaluations.keys()
+    theirs, own = conditions(reference, tasks), conditions(run, tasks)
     pairs = {name: (theirs.get(name), own.get(name)) for name in {**theirs, **own}}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def conditions(run: ArmRun) -> dict[str, Any]:
-    """Everything that a run was made with, as dotted names."""
+def conditions(run: ArmRun, tasks: Collection[str]) -> dict[str, Any]:
+    """Everything that a run was made with, and evaluated with on these tasks, as dotted names."""
     found: dict[str, Any] = {}
     settings = flat("", run.config or {})
     found |= {name: value for key, value in settings.items() if not _is_below(name := key.lstrip("."), IGNORED)}
     for name in FACTS:
         found |= flat(name, (run.origin or {}).get(name))
-    for task, evaluated in run.evaluations.items():
+    for task in tasks:
+        evaluated = run.evaluations[task]
         found |= flat(f"decoder.{task}", evaluated.result["decoder"])
         for name in EVALUATION:
             found |= flat(f"evaluation.{task}.{name}", evaluated.result[name])
@@ -144,15 +151,17 @@ def _is_below(key: str, groups: Sequence[str]) -> bool:
 
 
 def _hashable(item: Contrast) -> Contrast:
-    return Contrast(item.arm, item.key, _frozen(item.reference), _frozen(item.own))
+    return replace(item, reference=_frozen(item.reference), own=_frozen(item.own))
 
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_frozen(item) for item in value)
-    return tuple(sorted(value.items())) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return tuple(sorted((name, _frozen(item)) for name, item in value.items()))
+    return value
 
 
 def _short(value: Any) -> str:
-    text = "none" if value is None else str(value)
+    text = "none" if value is None else " ".join(str(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -24,6 +24,19 @@ pre { padding: 0.6rem; }
 img { max-width: 100%; background: white; }
 blockquote { border-left: 0.4rem solid var(--warn); background: var(--warn-soft); margin: 1rem 0; padding: 0.4rem; }
 """
+PICTURE = re.compile(r"[\w.-]+\.png")
+
+
+class _Reader(MarkdownIt):
+    """Takes no link and no picture but those in a folder: text of a model or of a log may hold others."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("commonmark", {"html": False})
+        self.folder = folder
+        self.enable("table")
+
+    def validateLink(self, url: str) -> bool:  # noqa: N802
+        return PICTURE.fullmatch(url) is not None and (self.folder / url).is_file()
 
 
 def render(markdown: str, *, folder: Path, title: str) -> str:
@@ -34,9 +47,9 @@ def render(markdown: str, *, folder: Path, title: str) -> str:
         folder: where its pictures are.
         title: of the page.
     """
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
+    body = _Reader(folder).render(markdown)
     body = body.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
-    body = re.sub(r'src="([\w.-]+\.png)"', lambda found: f'src="{_data(folder / found.group(1))}"', body)
+    body = re.sub(f'src="({PICTURE.pattern})"', lambda found: f'src="{_data(folder / found.group(1))}"', body)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
         f'content="width=device-width">\n<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n'

@@ -185,7 +185,7 @@ def _settings(found: Sequence[Contrast], names: Sequence[str], baseline: str) ->
         own = {item.arm: item for item in found if item.key == key}
         reference = next(iter(own.values())).reference
         values = [reference if name == baseline or name not in own else own[name].own for name in names]
-        rows.append([key, *("" if value is None else str(value) for value in values)])
+        rows.append([_code(key), *("" if value is None else _code(str(value)) for value in values)])
     return rows
 
 
@@ -242,5 +242,5 @@ def _code(text: str) -> str:
 
 def markdown(rows: Rows) -> str:
     """A table as Markdown."""
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines = ["| " + " | ".join(_one_line(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
