@@ -5,25 +5,24 @@ Shapes: P prompt tokens, L response positions, k tokens of a slot, m slots at ha
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 
 from lit_refusion import reveal
 from lit_refusion.decoder import Decoder
-from lit_refusion.engine.request import Reply, Request, Row, Sampling, visible
+from lit_refusion.engine.request import Reply, Row, Sampling
 from lit_refusion.errors import UserError
-from lit_refusion.generation import Generation, Step
+from lit_refusion.generation import Generation
+from lit_refusion.slots import DraftedSlots, accept_alone, accept_together, first_true
 from lit_refusion.spec import DiffusionSpec
+from lit_refusion.speculation import Part, Passes, Queries, acceptance, choose, likely_runs
 from lit_refusion.views import MASK
 
 Certainty = Literal["first_token", "mean_probability", "mean_entropy"]
-
-T = TypeVar("T")
-Part: TypeAlias = Generator[Request, Reply, T]
-"""A stretch of a row that ends with a value of type T."""
+Accept: TypeAlias = Callable[[DraftedSlots, np.ndarray, int], DraftedSlots]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +51,9 @@ class ReFusionDecoder(Decoder):
         as_released: reproduce the released code's fault: when a completed slot ends the response, masked slots
             before it can be deleted undecoded.
         stop_at_eos: cut `tokens` after the first end-of-sequence token (`uncut_tokens` has the rest).
+        speculation_budget: queries that a verifying pass of a row may carry beside its own, to ask already what will
+            probably be asked next; the tokens stay the same, with fewer passes. 0 for none. Needs temperature 0:
+            guesses would use up sampling noise.
     """
 
     objectives: ClassVar[frozenset[str]] = frozenset({"refusion"})
@@ -65,6 +67,7 @@ class ReFusionDecoder(Decoder):
     recompute_kv: bool
     as_released: bool
     stop_at_eos: bool
+    speculation_budget: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,11 +81,22 @@ class ReFusionDecoder(Decoder):
                 raise UserError(f"decoder.{name}={getattr(self, name)}: must lie in [0, 1]")
         if self.temperature < 0:
             raise UserError(f"decoder.temperature={self.temperature}: must not be negative")
+        if self.speculation_budget < 0:
+            raise UserError(f"decoder.speculation_budget={self.speculation_budget}: must not be negative")
+        if self.speculation_budget and self.temperature > 0:
+            raise UserError(
+                f"decoder.speculation_budget={self.speculation_budget}: needs temperature 0, found "
+                f"decoder.temperature={self.temperature}; set one of them to 0"
+            )
 
     @property
     def canvas(self) -> int:
         """L: the budget rounded up to whole slots."""
         return -(-self.max_new_tokens // self.slot_size) * self.slot_size
+
+    def capacity(self, longest_prompt: int) -> int:
+        """Guesses are written behind everything else."""
+        return super().capacity(longest_prompt) + self.speculation_budget
 
     def fit_to(self, spec: DiffusionSpec, *, force: bool = False) -> Decoder:
         """Refuses slot sizes that the model was not trained with."""
@@ -103,7 +117,8 @@ class _Response:
     """The state of one row.
 
     `num_committed` (n) is the number of buffer places whose keys are final: the prompt, then the accepted slots in
-    the order of acceptance. Everything behind it is scratch.
+    the order of acceptance. Everything behind it is scratch: selected slots from n on, slot s of them from n + s k on,
+    and guesses behind them.
     """
 
     settings: ReFusionDecoder
@@ -111,208 +126,190 @@ class _Response:
     eos: int
     num_committed: int = 0
     is_over: bool = False
+    todo: np.ndarray = field(init=False)  # masked slots that the round is about, left to right
     response: np.ndarray = field(init=False)  # [L] token, or MASK
-    steps: list[Step] = field(default_factory=list)
+    passes: Passes = field(default_factory=Passes)
     round_rates: list[float] = field(default_factory=list)
     is_verified: list[bool] = field(default_factory=list)  # of each accepted slot: as it was drafted, or completed
 
-    def __post_init__(self) -> None:
-        self.response = np.full(self.settings.canvas, MASK, np.int64)
-
     def decode(self) -> Row:
-        """Decode block by block."""
-        k, b = self.settings.slot_size, self.settings.block_size
-        for start in range(0, self.settings.canvas, b):
-            todo = np.arange(start // k, min(start + b, self.settings.canvas) // k)  # slot numbers, left to right
-            while len(todo):
-                todo = yield from self._round(todo)
-            if self.is_over:
-                break
+        """Decode block by block, round by round."""
+        self.response = np.full(self.settings.canvas, MASK, np.int64)
+        self.todo = self._block(0)
+        while len(self.todo):
+            yield from self._round()
         return self._finish()
 
-    def _round(self, todo: np.ndarray) -> Part[np.ndarray]:
-        """Select, verify and, where needed, complete; returns the slots still masked."""
-        k, passes = self.settings.slot_size, len(self.steps)
-        drafts, certainty = yield from self._select(todo)
-        chosen = certainty > self.settings.slot_threshold
-        if not chosen.any():
-            chosen[certainty.argmax()] = True
-        slots, drafts = todo[chosen], drafts[chosen]
-        accepted = yield from self._verify(slots, drafts)  # [m, k] bool
+    def _block(self, number: int) -> np.ndarray:
+        """Numbers of its slots; none behind the last block."""
+        k, b = self.settings.slot_size, self.settings.block_size
+        return np.arange(number * b // k, min((number + 1) * b, self.settings.canvas) // k)
 
-        run = reveal.leading(accepted.ravel())
-        end = _first(drafts.ravel()[:run] == self.eos)
-        count = run // k if end is None else end // k + 1
-        if count:
-            self._commit(slots[:count], drafts.ravel()[: count * k if end is None else end + 1])
-            ends_at = None if end is None else slots[count - 1]
-            self.is_verified += [True] * count
-        else:
-            count = len(slots)
-            self.is_verified += [False] * count
-            ends_at = yield from self._complete(slots, drafts, accepted)
-            if ends_at is not None and self.settings.as_released:
-                # The fault: a place among the selected slots, used as a place among all masked ones.
-                todo = todo[: np.flatnonzero(slots == ends_at)[0]]
-        self.round_rates.append(k * count / (len(self.steps) - passes))
-        if ends_at is not None:
-            self.is_over = True
-            todo = todo[todo < ends_at]
-        return todo[~np.isin(todo, slots[:count])]
+    def _round(self) -> Part[None]:
+        """Select, verify and, where needed, complete."""
+        k, num_requests = self.settings.slot_size, self.passes.num_requests
+        draft = yield from self._select()
+        num_selected = len(draft.numbers)
+        together = self._row(draft.numbers, draft.tokens.ravel(), n=self.num_committed)
+        draft = yield from self._verify(draft, [together], accept_together)
+        while draft.is_open.any():
+            draft = yield from self._predict(draft)
+            draft = yield from self._verify(draft, self._each(draft, draft.keyed), accept_alone)
+        text = draft.text(self.eos)
+        if self._is_recomputed(draft):
+            again = self._row(draft.numbers, text, n=self.num_committed, is_answered=False)
+            yield from self._ask("recompute", [again], draft, outcomes=[(1.0, self._next_selection(draft))])
 
-    def _select(self, slots: np.ndarray) -> Part[tuple[np.ndarray, np.ndarray]]:
-        """Stage I: drafts [m, k] and certainty [m] of all masked slots; the first pass carries the prompt."""
-        k = self.settings.slot_size
-        prompt = self.prompt[self.num_committed :]  # empty once the prompt's keys are there
-        where = len(self.prompt) + (slots[:, None] * k + np.arange(k)).ravel()
-        places = self.num_committed + np.arange(len(prompt) + len(where))
-        reply = yield self._request(
-            tokens=np.concatenate([prompt, np.full(len(where), MASK)]),
-            positions=np.concatenate([np.arange(len(prompt)), where]),
-            places=places,
-            intervals=visible((0, places + 1)),
-            num_replies=len(where),
-            sampling=Sampling(temperature=self.settings.temperature),
-            entropy=self.settings.certainty == "mean_entropy",
+        where = self._where(draft.numbers)[: len(text)]
+        self.response[where] = text
+        self.passes.commit(where, text)
+        self.todo = self._remaining(draft)
+        self.num_committed += len(text)
+        self.is_over |= draft.ends_at is not None
+        num_decided = len(draft.numbers) if draft.is_verified else num_selected
+        self.is_verified += [draft.is_verified] * num_decided
+        self.round_rates.append(k * num_decided / (self.passes.num_requests - num_requests))
+
+    def _select(self) -> Part[DraftedSlots]:
+        """Stage I: draft and score all masked slots; the first pass carries the prompt."""
+        k, settings = self.settings.slot_size, self.settings
+        [reply] = yield from self.passes.ask(
+            "select",
+            self._selection(self.todo, n=self.num_committed),
+            sampling=Sampling(temperature=settings.temperature),
+            entropy=settings.certainty == "mean_entropy",
         )
-        self.steps.append(Step("select", (), ()))
-        self.num_committed += len(prompt)
-        p_draft, entropy = reply.p_token.reshape(-1, k), reply.entropy.reshape(-1, k)
+        self.num_committed = max(self.num_committed, len(self.prompt))
+        tokens, p_draft = reply.tokens.reshape(-1, k), reply.p_token.reshape(-1, k)
         certainty = {
             "first_token": p_draft[:, 0],
             "mean_probability": p_draft.mean(1),
-            "mean_entropy": np.exp(-entropy.mean(1)),
-        }[self.settings.certainty]
-        return reply.tokens.reshape(-1, k), certainty
-
-    def _verify(self, slots: np.ndarray, drafts: np.ndarray) -> Part[np.ndarray]:
-        """Stage II: [m, k] whether each draft passes, all slots in one causal row."""
-        k = self.settings.slot_size
-        places = self.num_committed + np.arange(drafts.size)
-        following = np.roll(drafts, -1, axis=1)  # token j + 1 of the slot; nothing is read of the last column
-        reply = yield self._request(
-            tokens=drafts.ravel(),
-            positions=len(self.prompt) + (slots[:, None] * k + np.arange(k)).ravel(),
-            places=places,
-            intervals=visible((0, places + 1)),
-            num_replies=drafts.size,
-            targets=following.ravel(),
-        )
-        self.steps.append(Step("verify", (), ()))
-        accepted = np.ones(drafts.shape, bool)
-        accepted[:, 1:] = reply.p_target.reshape(-1, k)[:, :-1] > self.settings.token_threshold
-        return accepted
-
-    def _complete(self, slots: np.ndarray, tokens: np.ndarray, accepted: np.ndarray) -> Part[int | None]:
-        """Parallel iterative completion; returns the slot that ended the response, if one did.
-
-        Every slot sees the committed buffer and itself. What verification accepted stays accepted, but the keys of
-        all slots but the first were computed with other slots in sight, so they are computed anew.
-        """
-        k = self.settings.slot_size
-        tokens = tokens.copy()  # [m, k]
-        done = np.array([reveal.leading(row) for row in accepted])  # [m] accepted tokens of each slot
-        keyed = np.where(np.arange(len(slots)) == 0, done, 0)  # [m] of those, how many have their final keys
-        ends_at = None
-        column = np.arange(k)
-        while (done < k).any():
-            known = (column >= keyed[:, None]) & (column < done[:, None])
-            is_open = column >= done[:, None]  # [m, k]
-            reply = yield self._slot_request(slots, np.where(is_open, MASK, tokens), first=known, then=is_open)
-            self.steps.append(Step("predict", (), ()))
-            tokens[is_open] = reply.tokens
-
-            # Row j scores token j + 1, so the last column is run for its keys only.
-            scoring = is_open & (column < k - 1)
-            reply = yield self._slot_request(slots, tokens, first=is_open & ~scoring, then=scoring, scored=True)
-            self.steps.append(Step("verify", (), ()))
-            passes = column < done[:, None] + 1  # the first open token is accepted without a test
-            passes[:, 1:][scoring[:, :-1]] |= reply.p_target > self.settings.token_threshold
-            done = np.array([reveal.leading(row) for row in passes])
-            keyed = done.copy()
-
-            ended = ((tokens == self.eos) & (column < done[:, None])).any(1)
-            if ended.any():
-                count = int(ended.argmax()) + 1
-                slots, tokens, done, keyed = slots[:count], tokens[:count], done[:count], keyed[:count]
-                done[-1] = k
-                ends_at = int(slots[-1])
-        flat = tokens.ravel()
-        end = _first(tokens[-1] == self.eos) if ends_at is not None else None
-        if end is not None:
-            flat = flat[: len(flat) - k + end + 1]
-        if self.settings.recompute_kv:
-            yield from self._recompute(slots, flat)
-        self._commit(slots, flat)
-        return ends_at
-
-    def _slot_request(
-        self,
-        slots: np.ndarray,
-        tokens: np.ndarray,
-        *,
-        first: np.ndarray,
-        then: np.ndarray,
-        scored: bool = False,
-    ) -> Request:
-        """Queries for the cells `first` and `then` ([m, k] bool) of the slots; those of `then` are answered.
-
-        With `scored`, each answer gives the probability of the next token of its slot.
-        """
-        k = self.settings.slot_size
-        s, j = (np.concatenate(pair) for pair in zip(np.nonzero(first), np.nonzero(then)))
-        base = self.num_committed + s * k
-        following = np.roll(tokens, -1, axis=1)[then]
-        return self._request(
-            tokens=tokens[s, j],
-            positions=len(self.prompt) + slots[s] * k + j,
-            places=base + j,
-            intervals=visible((0, self.num_committed), (base, base + j + 1)),
-            num_replies=int(then.sum()),
-            targets=following if scored else np.zeros(0, np.int64),
+            "mean_entropy": np.exp(-reply.entropy.reshape(-1, k).mean(1)),
+        }[settings.certainty]
+        chosen = certainty > settings.slot_threshold
+        if not chosen.any():
+            chosen[certainty.argmax()] = True
+        none = np.zeros(chosen.sum(), np.int64)
+        return DraftedSlots(
+            numbers=self.todo[chosen], tokens=tokens[chosen], p_draft=p_draft[chosen], done=none, keyed=none
         )
 
-    def _recompute(self, slots: np.ndarray, flat: np.ndarray) -> Part[None]:
-        """Run completed slots once more as one causal row, so that later ones see earlier ones."""
-        k = self.settings.slot_size
-        places = self.num_committed + np.arange(len(flat))
-        where = (slots[:, None] * k + np.arange(k)).ravel()[: len(flat)]
-        yield self._request(
-            tokens=flat,
-            positions=len(self.prompt) + where,
-            places=places,
-            intervals=visible((0, places + 1)),
-            num_replies=0,
+    def _verify(self, draft: DraftedSlots, asked: list[Queries], accept: Accept) -> Part[DraftedSlots]:
+        """Run drafts and accept the leading ones that pass; the first open token of a slot does without a test."""
+        threshold, is_forced = self.settings.token_threshold, np.arange(self.settings.slot_size) <= draft.done[:, None]
+        outcomes = []
+        if self.settings.speculation_budget:
+            runs = likely_runs(np.where(is_forced, 1, acceptance(draft.p_draft, threshold)))
+            outcomes = [(p, self._following(accept(draft, run, self.eos))) for p, run in runs]
+        replies = yield from self._ask("verify", asked, draft, outcomes=outcomes)
+        p_next = np.zeros(draft.tokens.shape)  # of column j: the probability of token j + 1
+        p_next[draft.is_open] = np.concatenate([reply.p_target for reply in replies])
+        passes = is_forced.copy()
+        passes[:, 1:] |= p_next[:, :-1] > threshold
+        return accept(draft, np.array([reveal.leading(row) for row in passes]), self.eos)
+
+    def _predict(self, draft: DraftedSlots) -> Part[DraftedSlots]:
+        """Draft the open tokens of every slot anew, behind its accepted ones (Eq. 9)."""
+        num_passes = len(self.passes.steps)
+        replies = yield from self.passes.ask("predict", self._predictions(draft))
+        tokens, p_draft, is_open = draft.tokens.copy(), draft.p_draft.copy(), draft.is_open
+        tokens[is_open] = np.concatenate([reply.tokens for reply in replies])
+        p_draft[is_open] = np.concatenate([reply.p_token for reply in replies])
+        was_run = len(self.passes.steps) > num_passes  # the keys of guesses are not where they should be
+        keyed = np.where(was_run & is_open.any(1), draft.done, draft.keyed)
+        return replace(draft, tokens=tokens, p_draft=p_draft, keyed=keyed)
+
+    def _ask(
+        self, kind: str, asked: list[Queries], draft: DraftedSlots, *, outcomes: list[tuple[float, list[Queries]]]
+    ) -> Part[list[Reply]]:
+        """Ask, and guess what is asked next."""
+        guesses = choose(outcomes, self.settings.speculation_budget)
+        return self.passes.ask(
+            kind,
+            asked,
+            guesses=guesses,
+            free=self.num_committed + draft.tokens.size,
+            entropy=bool(guesses) and self.settings.certainty == "mean_entropy",
         )
-        self.steps.append(Step("recompute", (), ()))
 
-    def _request(self, **fields: Any) -> Request:
-        return Request(steps=self.steps, **fields)
+    def _following(self, draft: DraftedSlots) -> list[Queries]:
+        """What is asked after this outcome of a verification."""
+        if draft.is_open.any():
+            return self._predictions(draft)
+        return [] if self._is_recomputed(draft) else self._next_selection(draft)
 
-    def _commit(self, slots: np.ndarray, flat: np.ndarray) -> None:
-        """Make the first places of the scratch final; the last slot may be cut short by end-of-sequence."""
+    def _is_recomputed(self, draft: DraftedSlots) -> bool:
+        return self.settings.recompute_kv and not draft.is_verified
+
+    def _next_selection(self, draft: DraftedSlots) -> list[Queries]:
+        return self._selection(self._remaining(draft), n=self.num_committed + len(draft.text(self.eos)))
+
+    def _remaining(self, draft: DraftedSlots) -> np.ndarray:
+        """The slots to be decoded after a complete draft, of this block or the next."""
+        todo = self.todo
+        if draft.ends_at is not None:
+            if self.settings.as_released and not draft.is_verified:
+                # The fault: a place among the selected slots, used as a place among all masked ones.
+                todo = todo[: len(draft.numbers) - 1]
+            todo = todo[todo < draft.ends_at]
+        todo = todo[~np.isin(todo, draft.numbers)]
+        if len(todo) or self.is_over or draft.ends_at is not None:
+            return todo
+        return self._block(int(draft.numbers[0]) * self.settings.slot_size // self.settings.block_size + 1)
+
+    def _selection(self, slots: np.ndarray, *, n: int) -> list[Queries]:
+        masks = np.full(len(slots) * self.settings.slot_size, MASK)
+        return [self._row(slots, masks, n=n)] if len(slots) else []
+
+    def _predictions(self, draft: DraftedSlots) -> list[Queries]:
+        return self._each(replace(draft, tokens=np.where(draft.is_open, MASK, draft.tokens)), draft.done)
+
+    def _row(self, slots: np.ndarray, tokens: np.ndarray, *, n: int, is_answered: bool = True) -> Queries:
+        """Slots in one causal row behind n committed places, and behind the prompt where it is not committed yet."""
+        where = len(self.prompt) + self._where(slots)[: len(tokens)]
+        return Queries(
+            tokens=(*self.prompt[n:].tolist(), *tokens.tolist()),
+            positions=(*range(n, len(self.prompt)), *where.tolist()),
+            sees=((0, n),),
+            num_replies=len(tokens) if is_answered else 0,
+        )
+
+    def _each(self, draft: DraftedSlots, known: np.ndarray) -> list[Queries]:
+        """Slots of fewer than k known tokens, each by itself from its first token without keys on; open ones reply."""
+        k, n = self.settings.slot_size, self.num_committed
+        asked = []
+        for s in np.flatnonzero(known < k).tolist():
+            base, keyed = n + s * k, int(draft.keyed[s])
+            start = len(self.prompt) + int(draft.numbers[s]) * k
+            asked.append(
+                Queries(
+                    tokens=tuple(draft.tokens[s, keyed:].tolist()),
+                    positions=tuple(range(start + keyed, start + k)),
+                    sees=((0, n), (base, base + keyed)),
+                    num_replies=k - int(draft.done[s]),
+                )
+            )
+        return asked
+
+    def _where(self, slots: np.ndarray) -> np.ndarray:
+        """Response positions of whole slots."""
         k = self.settings.slot_size
-        where = (slots[:, None] * k + np.arange(k)).ravel()[: len(flat)]
-        self.response[where] = flat
-        self.num_committed += len(flat)
-        self.steps[-1] = Step(self.steps[-1].kind, tuple(where.tolist()), tuple(flat.tolist()))
+        return (slots[:, None] * k + np.arange(k)).ravel()
 
     def _finish(self) -> Generation:
         assert self.is_over or (self.response != MASK).all(), "a slot was left undecoded"
         uncut = self.response[self.response != MASK]
-        end = _first(uncut == self.eos)
+        end = first_true(uncut == self.eos)
         kept = uncut[: end + 1] if self.settings.stop_at_eos and end is not None else uncut
-        rate, verified = np.mean(self.round_rates), np.mean(self.is_verified)
         return Generation(
             tokens=tuple(kept[: self.settings.max_new_tokens].tolist()),
             uncut_tokens=tuple(uncut.tolist()),
-            forward_passes=len(self.steps),
+            forward_passes=len(self.passes.steps),
             stop="length" if end is None else "eos",
-            steps=tuple(self.steps),
-            statistics={"official_tpf": float(rate), "verified_slots": float(verified)},
+            steps=tuple(self.passes.steps),
+            statistics={
+                "official_tpf": float(np.mean(self.round_rates)),
+                "official_passes": self.passes.num_requests,
+                "verified_slots": float(np.mean(self.is_verified)),
+            },
         )
-
-
-def _first(flags: np.ndarray) -> int | None:
-    """Place of the first True."""
-    return int(flags.argmax()) if flags.any() else None

@@ -16,10 +16,11 @@ def render_steps(generation: Generation, tokenizer: PreTrainedTokenizerBase, con
     shown: dict[int, str] = {}
     length = max((place for step in generation.steps for place in step.committed), default=-1) + 1
     width = len(str(len(generation.steps)))
+    kind_width = max((len(step.kind) for step in generation.steps), default=0)
     for number, step in enumerate(generation.steps, start=1):
         new = set(step.committed)
         shown |= {place: str(tokenizer.decode([token])) for place, token in zip(step.committed, step.tokens)}
-        text = Text().append(f"{number:{width}} {step.kind:9} ", style="dim")
+        text = Text().append(f"{number:{width}} {step.kind:{kind_width}} ", style="dim")
         if not new:
             text.append("-", style="dim")
         else:

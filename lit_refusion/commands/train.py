@@ -8,6 +8,7 @@ from pathlib import Path
 from lit_refusion.callbacks.interrupt import INTERRUPTED
 from lit_refusion.commands import compose
 from lit_refusion.dry_run import report
+from lit_refusion.errors import UserError
 from lit_refusion.schema import build
 from lit_refusion.training import TrainConfig, train
 
@@ -17,6 +18,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = compose(arguments)
     if config is None:
         return 0
+    if "arms" in config:
+        raise UserError("experiment: this one has several arms; run it with lit-refusion ablate")
     settings = build({**config, "data": config["data"]["folder"]}, TrainConfig)
     world = settings.trainer.world
     options = ["--config-dir", str(Path(arguments.config_dir).resolve())] if arguments.config_dir else []

@@ -31,6 +31,7 @@ DECODER = ReFusionDecoder(
     recompute_kv=False,
     as_released=False,
     stop_at_eos=True,
+    speculation_budget=0,
 )
 
 
