@@ -18,7 +18,7 @@ from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation
 from lit_refusion.slots import DraftedSlots, accept_alone, accept_together, first_true
 from lit_refusion.spec import DiffusionSpec
-from lit_refusion.speculation import Part, Passes, Queries, acceptance, choose, likely_runs
+from lit_refusion.speculation import Part, Passes, Question, acceptance, choose, likely_runs
 from lit_refusion.views import MASK
 
 Certainty = Literal["first_token", "mean_probability", "mean_entropy"]
@@ -194,7 +194,7 @@ class _Response:
             numbers=self.todo[chosen], tokens=tokens[chosen], p_draft=p_draft[chosen], done=none, keyed=none
         )
 
-    def _verify(self, draft: DraftedSlots, asked: list[Queries], accept: Accept) -> Part[DraftedSlots]:
+    def _verify(self, draft: DraftedSlots, asked: list[Question], accept: Accept) -> Part[DraftedSlots]:
         """Run drafts and accept the leading ones that pass; the first open token of a slot does without a test."""
         threshold, is_forced = self.settings.token_threshold, np.arange(self.settings.slot_size) <= draft.done[:, None]
         outcomes = []
@@ -220,7 +220,7 @@ class _Response:
         return replace(draft, tokens=tokens, p_draft=p_draft, keyed=keyed)
 
     def _ask(
-        self, kind: str, asked: list[Queries], draft: DraftedSlots, *, outcomes: list[tuple[float, list[Queries]]]
+        self, kind: str, asked: list[Question], draft: DraftedSlots, *, outcomes: list[tuple[float, list[Question]]]
     ) -> Part[list[Reply]]:
         """Ask, and guess what is asked next."""
         guesses = choose(outcomes, self.settings.speculation_budget)
@@ -232,7 +232,7 @@ class _Response:
             entropy=bool(guesses) and self.settings.certainty == "mean_entropy",
         )
 
-    def _following(self, draft: DraftedSlots) -> list[Queries]:
+    def _following(self, draft: DraftedSlots) -> list[Question]:
         """What is asked after this outcome of a verification."""
         if draft.is_open.any():
             return self._predictions(draft)
@@ -241,7 +241,7 @@ class _Response:
     def _is_recomputed(self, draft: DraftedSlots) -> bool:
         return self.settings.recompute_kv and not draft.is_verified
 
-    def _next_selection(self, draft: DraftedSlots) -> list[Queries]:
+    def _next_selection(self, draft: DraftedSlots) -> list[Question]:
         return self._selection(self._remaining(draft), n=self.num_committed + len(draft.text(self.eos)))
 
     def _remaining(self, draft: DraftedSlots) -> np.ndarray:
@@ -257,24 +257,24 @@ class _Response:
             return todo
         return self._block(int(draft.numbers[0]) * self.settings.slot_size // self.settings.block_size + 1)
 
-    def _selection(self, slots: np.ndarray, *, n: int) -> list[Queries]:
+    def _selection(self, slots: np.ndarray, *, n: int) -> list[Question]:
         masks = np.full(len(slots) * self.settings.slot_size, MASK)
         return [self._row(slots, masks, n=n)] if len(slots) else []
 
-    def _predictions(self, draft: DraftedSlots) -> list[Queries]:
+    def _predictions(self, draft: DraftedSlots) -> list[Question]:
         return self._each(replace(draft, tokens=np.where(draft.is_open, MASK, draft.tokens)), draft.done)
 
-    def _row(self, slots: np.ndarray, tokens: np.ndarray, *, n: int, is_answered: bool = True) -> Queries:
+    def _row(self, slots: np.ndarray, tokens: np.ndarray, *, n: int, is_answered: bool = True) -> Question:
         """Slots in one causal row behind n committed places, and behind the prompt where it is not committed yet."""
         where = len(self.prompt) + self._where(slots)[: len(tokens)]
-        return Queries(
+        return Question(
             tokens=(*self.prompt[n:].tolist(), *tokens.tolist()),
             positions=(*range(n, len(self.prompt)), *where.tolist()),
             sees=((0, n),),
             num_replies=len(tokens) if is_answered else 0,
         )
 
-    def _each(self, draft: DraftedSlots, known: np.ndarray) -> list[Queries]:
+    def _each(self, draft: DraftedSlots, known: np.ndarray) -> list[Question]:
         """Slots of fewer than k known tokens, each by itself from its first token without keys on; open ones reply."""
         k, n = self.settings.slot_size, self.num_committed
         asked = []
@@ -282,7 +282,7 @@ class _Response:
             base, keyed = n + s * k, int(draft.keyed[s])
             start = len(self.prompt) + int(draft.numbers[s]) * k
             asked.append(
-                Queries(
+                Question(
                     tokens=tuple(draft.tokens[s, keyed:].tolist()),
                     positions=tuple(range(start + keyed, start + k)),
                     sees=((0, n), (base, base + keyed)),

@@ -28,10 +28,10 @@ Part: TypeAlias = Generator[Request, Reply, T]
 
 
 @dataclass(frozen=True)
-class Queries:
-    """Queries that see a part of the buffer and, causally, each other.
+class Question:
+    """Queries that see a part of the buffer and, causally, each other: what a row needs to know at a time.
 
-    Equal queries get equal replies, wherever their own keys are written, as long as what they see stays the same.
+    Equal questions get equal replies, wherever their own keys are written, as long as what they see stays the same.
 
     Args:
         tokens: [q] ids, or MASK.
@@ -55,14 +55,14 @@ class Passes:
 
     steps: list[Step] = field(default_factory=list)  # one per pass
     num_requests: int = 0  # the passes that there would be without guesses
-    replies: dict[Queries, Reply] = field(default_factory=dict)  # to the guesses of the last pass
+    replies: dict[Question, Reply] = field(default_factory=dict)  # to the guesses of the last pass
 
     def ask(
         self,
         kind: str,
-        asked: Sequence[Queries],
+        asked: Sequence[Question],
         *,
-        guesses: Sequence[Queries] = (),
+        guesses: Sequence[Question] = (),
         free: int = 0,
         **options: Any,
     ) -> Part[list[Reply]]:
@@ -95,7 +95,7 @@ class Passes:
         self.steps[-1] = Step(self.steps[-1].kind, tuple(where.tolist()), tuple(tokens.tolist()))
 
 
-def join(parts: Sequence[Queries], places: Sequence[int], **options: Any) -> Request:
+def join(parts: Sequence[Question], places: Sequence[int], **options: Any) -> Request:
     """One request for all parts, the keys of each written from its place on; replies come part by part."""
     columns = []  # [q, 10] of each part: is answered, target, token, position, place ... intervals
     for part, place in zip(parts, places, strict=True):
@@ -157,14 +157,14 @@ def likely_runs(p_accept: np.ndarray) -> list[tuple[float, np.ndarray]]:
     return runs
 
 
-def choose(outcomes: Iterable[tuple[float, Sequence[Queries]]], budget: int) -> list[Queries]:
+def choose(outcomes: Iterable[tuple[float, Sequence[Question]]], budget: int) -> list[Question]:
     """The guesses to make: in turn, those of the outcome with the most probability per query that is still to be added.
 
     Args:
         outcomes: probability of each, and all that would then be asked next.
         budget: queries in all.
     """
-    probabilities: dict[tuple[Queries, ...], float] = {}
+    probabilities: dict[tuple[Question, ...], float] = {}
     for probability, asked in outcomes:
         probabilities[tuple(asked)] = probabilities.get(tuple(asked), 0.0) + probability
     queries = list(dict.fromkeys(chain.from_iterable(probabilities)))

@@ -18,7 +18,7 @@ from lit_refusion.engine.request import Reply, Request
 from lit_refusion.engine.scheduler import decode
 from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation
-from lit_refusion.speculation import Passes, Queries, acceptance, choose, likely_runs
+from lit_refusion.speculation import Passes, Question, acceptance, choose, likely_runs
 from lit_refusion.views import MASK
 from tests.conftest import ARCHITECTURES, shared_folder
 from tests.decoders.test_refusion import DECODER, golden_decoder, prompts, random_backbone
@@ -253,7 +253,7 @@ def test_bad_settings_name_the_field(change: dict[str, Any], message: str) -> No
         dataclasses.replace(DECODER, **change)
 
 
-def ask(model: HashModel, passes: Passes, queries: Queries, *guesses: Queries) -> tuple[Reply, int]:
+def ask(model: HashModel, passes: Passes, queries: Question, *guesses: Question) -> tuple[Reply, int]:
     """The reply, and how many passes it took."""
     part = passes.ask("some", [queries], guesses=guesses, free=20)
     before = len(model.requests)
@@ -266,8 +266,8 @@ def ask(model: HashModel, passes: Passes, queries: Queries, *guesses: Queries) -
 
 def test_a_guess_answers_only_what_sees_the_same_until_the_next_pass() -> None:
     model, passes = HashModel(capacity=40, eos_rate=0.1, seed=0), Passes()
-    text = Queries((11, 12, 13), (0, 1, 2), ((0, 0),), 1)
-    after = {n: Queries((MASK, MASK), (3, 4), ((0, n),), 2) for n in (1, 2, 3)}
+    text = Question((11, 12, 13), (0, 1, 2), ((0, 0),), 1)
+    after = {n: Question((MASK, MASK), (3, 4), ((0, n),), 2) for n in (1, 2, 3)}
     ask(model, passes, text, after[3], after[2])
     guessed, cost = ask(model, passes, after[3])
     assert cost == 0
@@ -296,7 +296,7 @@ def test_likely_runs() -> None:
 
 
 def test_the_best_guesses_within_the_budget() -> None:
-    a, b, c = (Queries((MASK,) * q, tuple(range(q)), ((0, q),), q) for q in (2, 3, 4))
+    a, b, c = (Question((MASK,) * q, tuple(range(q)), ((0, q),), q) for q in (2, 3, 4))
     outcomes = [(0.4, [a, b]), (0.3, [c]), (0.2, [a]), (0.05, [c]), (0.05, [])]
     assert choose(outcomes, 0) == choose(outcomes, 1) == []
     assert choose(outcomes, 3) == [a]  # 0.1 per query
