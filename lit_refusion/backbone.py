@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -135,10 +135,10 @@ class Backbone(nn.Module):
         self.mask_token_id, self._eos_token_id = mask_token_id, eos_token_id
         self.attention_backend = attention
         self.loss_kernel: LossKernel = "chunked"
-        self.num_trained_rows = (
-            num_trained_rows or model.config.vocab_size
-        )  # of the tables, before they grew for [MASK]
+        # Rows of the tables, before they grew for [MASK].
+        self.num_trained_rows = num_trained_rows or model.config.vocab_size
         self.weight_files: list[Path] = []  # of a model whose weights the strategy still has to read
+        self.forward_choice: Literal["auto", "lean", "module"] = "auto"  # what runs decoding, see engine/forward.py
         self.copies: dict[str, str] = {}  # added parameters that start as copies of the model's, by name
 
     @classmethod

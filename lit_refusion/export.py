@@ -21,6 +21,7 @@ from lit_refusion.adapter import (
 )
 from lit_refusion.backbone import Backbone
 from lit_refusion.chat import PromptFormat
+from lit_refusion.engine.forward import ForwardChoice, runs_lean
 from lit_refusion.errors import UserError, first_line
 from lit_refusion.new_folder import new_folder
 from lit_refusion.objective import Objective
@@ -139,6 +140,7 @@ def load_model(
     base: str | None = None,
     device: str = "auto",
     dtype: DType = "auto",
+    forward: ForwardChoice = "auto",
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Load an exported folder, or a model without a DiffusionSpec given its objective.
@@ -149,7 +151,11 @@ def load_model(
         objective: what the model was trained with, where its config does not say (the official release).
         device: "auto" takes CUDA where there is one.
         dtype: "auto" is fp32 on CPU and bf16 on CUDA.
+        forward: what runs decoding.
         trust_remote_code: run code that comes with the model.
+
+    Raises:
+        UserError: names the setting that cannot be met.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -171,7 +177,7 @@ def load_model(
         found = _load_adapter(Path(path), tokenizer, base=base, options=options)
         if objective is not None and objective.name != found.spec.objective:
             raise UserError(f"objective={objective.name}: but model={path} was trained with '{found.spec.objective}'")
-        return found
+        return _decoding_by(found, forward)
     if base is not None:
         raise UserError(f"base={base}: only an adapter has one, and model={path} is whole; leave it out")
     backbone = Backbone.from_pretrained(path, tokenizer=tokenizer, **options)
@@ -185,7 +191,14 @@ def load_model(
             raise UserError(f"objective={objective.name}: but model={path} was trained with '{spec.objective}'")
         spec = spec or objective.spec(backbone.mask_token_id)
     assert spec is not None
-    return LoadedModel(backbone, tokenizer, spec, _prompt_format(backbone, origin=path))
+    return _decoding_by(LoadedModel(backbone, tokenizer, spec, _prompt_format(backbone, origin=path)), forward)
+
+
+def _decoding_by(model: LoadedModel, forward: ForwardChoice) -> LoadedModel:
+    """The model with its choice of forward, which is checked now."""
+    model.backbone.forward_choice = forward
+    runs_lean(model.backbone)
+    return model
 
 
 def _load_adapter(

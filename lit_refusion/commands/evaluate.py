@@ -14,6 +14,7 @@ from rich.table import Table
 from lit_refusion.chat import PromptFormat
 from lit_refusion.commands import compose, counting, harness
 from lit_refusion.decoder import Decoder
+from lit_refusion.engine.forward import ForwardChoice, runs_lean
 from lit_refusion.errors import UserError
 from lit_refusion.evaluation.answers import Examiner
 from lit_refusion.evaluation.evaluate import Evaluation
@@ -45,6 +46,8 @@ class EvaluateConfig:
         seed: seed of the sampling noise.
         device: auto, cpu, cuda, ...
         dtype: auto, float32 or bfloat16.
+        forward: what runs the model: "module" is Hugging Face's own code, "lean" does the same with less overhead,
+            "auto" takes lean where it can be had.
         force: decode although decoder and model do not fit.
         trust_remote_code: run code that comes with the model.
         prompt_style: "chat" or "plain"; null for the way that the model was trained.
@@ -64,6 +67,7 @@ class EvaluateConfig:
     seed: int
     device: str
     dtype: DType
+    forward: ForwardChoice
     force: bool
     trust_remote_code: bool
     prompt_style: Literal["chat", "plain"] | None
@@ -101,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         objective=settings.objective,
         device=settings.device,
         dtype=settings.dtype,
+        forward=settings.forward,
         trust_remote_code=settings.trust_remote_code,
     )
     decoder, decoder_settings = fitted_decoder(
@@ -184,6 +189,7 @@ def _identity(
     """What the result says of its origin; only an evaluation of the same may go on in its folder."""
     return {
         **model.identity(settings.model),
+        "forward": "lean" if runs_lean(model.backbone) else "module",
         "task": config["task"],
         "problems_fingerprint": fingerprint(problems),
         "num_problems": len(problems),

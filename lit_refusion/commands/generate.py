@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lit_refusion.commands import compose
 from lit_refusion.conversation import HELP, Conversation
 from lit_refusion.decoder import Decoder
+from lit_refusion.engine.forward import ForwardChoice
 from lit_refusion.errors import UserError
 from lit_refusion.export import DType, load_model
 from lit_refusion.fitting import fitted_decoder, without_decoder
@@ -49,6 +50,8 @@ class GenerateConfig:
         seed: seed of the sampling noise.
         device: auto, cpu, cuda, ...
         dtype: auto, float32 or bfloat16.
+        forward: what runs the model: "module" is Hugging Face's own code, "lean" does the same with less overhead,
+            "auto" takes lean where it can be had.
         force: decode although decoder and model do not fit.
         trust_remote_code: run code that comes with the model.
         prompt_style: "chat" or "plain"; null for the way that the model was trained.
@@ -66,6 +69,7 @@ class GenerateConfig:
     seed: int
     device: str
     dtype: DType
+    forward: ForwardChoice
     force: bool
     trust_remote_code: bool
     prompt_style: Literal["chat", "plain"] | None
@@ -147,6 +151,7 @@ def _writer(
         objective=settings.objective,
         device=settings.device,
         dtype=settings.dtype,
+        forward=settings.forward,
         trust_remote_code=settings.trust_remote_code,
     )
     decoder, decoder_settings = fitted_decoder(

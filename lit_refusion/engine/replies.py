@@ -11,8 +11,10 @@ from torch import Tensor
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.engine.request import Reply, Request, Row
-from lit_refusion.engine.sampling import distribution, draw_residual, draw_tokens
+from lit_refusion.engine.sampling import distribution, draw_residual, draw_tokens, likeliest
 from lit_refusion.losses import MAX_LOGITS
+
+FIGURES = tuple(Reply.__dataclass_fields__)
 
 
 @dataclass
@@ -27,73 +29,96 @@ class Live:
     num_told: int = 0  # steps that the watcher knows of
 
 
-def answer(backbone: Backbone, hidden: Tensor, lives: list[Live]) -> list[Reply]:
-    """One reply per row: logits are reduced on the device, and [R, 6] figures come back in one transfer."""
+def answer(backbone: Backbone, hidden: Tensor, starts: np.ndarray, lives: list[Live]) -> list[Reply]:
+    """One reply per row: logits are reduced on the device, and [R, 6] figures come back in one transfer.
+
+    Args:
+        backbone: has the output head.
+        hidden: [M, D] final hidden states.
+        starts: [b] where each row's begin.
+        lives: the rows.
+    """
     requests = [live.request for live in lives]
-    width = hidden.shape[1]
-    places, partners, targets = [], [], []
-    for b, request in enumerate(requests):
-        length, count = len(request.tokens), request.num_replies
-        own = np.arange(length - count, length)
-        places.append(b * width + own)
-        partners.append(b * width + (request.unconditional if len(request.unconditional) else own))
-        targets.append(request.targets if len(request.targets) else np.zeros(count, np.int64))
-    columns = [np.concatenate(parts) for parts in (places, partners, targets)]
-    chosen = torch.from_numpy(np.stack(columns)).to(hidden.device)  # [3, R]
-    rows = hidden.flatten(0, 1)
     counts = [request.num_replies for request in requests]
+    places, partners, targets = [], [], []
+    for start, count, request in zip(starts.tolist(), counts, requests):
+        length = start + len(request.tokens)
+        places.append(np.arange(length - count, length))
+        partners.append(start + request.unconditional if len(request.unconditional) else places[-1])
+        targets.append(request.targets if len(request.targets) else np.zeros(count, np.int64))
+    columns = np.concatenate([*places, *partners, *targets]).reshape(3, -1)
+    chosen = torch.from_numpy(columns).to(hidden.device, non_blocking=True)  # [3, R]
     owner = np.repeat(np.arange(len(requests)), counts)
 
-    figures = torch.zeros(len(owner), 6, dtype=torch.float64, device=hidden.device)
+    found: list[Tensor] = []
+    names: list[str] = []
     for part in split_replies(counts, limit=max(1, MAX_LOGITS // backbone.vocab_size)):
-        logits = _guided_logits(backbone, rows, chosen[:2, part], owner[part], requests)
-        figures[part] = _figures(backbone, logits, chosen[2, part], owner[part], lives)
-    table = figures.cpu().numpy()
-    parts = np.split(table, np.cumsum(counts)[:-1])
-    return [Reply(part[:, 0].astype(np.int64), *part[:, 1:].T) for part in parts]
+        logits = _guided_logits(backbone, hidden, chosen[:2, part], owner[part], requests)
+        figures = _figures(backbone, logits, chosen[2, part], owner[part], lives)
+        names = list(figures)
+        found.append(torch.stack([figure.double() for figure in figures.values()]))
+    table = (found[0] if len(found) == 1 else torch.cat(found, dim=1)).cpu().numpy() if found else ()
+    return _dealt(dict(zip(names, table)), counts)
+
+
+def _dealt(figures: dict[str, np.ndarray], counts: list[int]) -> list[Reply]:
+    """The [R] figures as one reply per row, with zeros for those that nobody asked for."""
+    nothing = np.zeros(sum(counts))
+    columns = [figures.get(name, nothing) for name in FIGURES]
+    replies, start = [], 0
+    for count in counts:
+        tokens, *others = (column[start : start + count] for column in columns)
+        replies.append(Reply(tokens.astype(np.int64), *others))
+        start += count
+    return replies
 
 
 def _guided_logits(
-    backbone: Backbone, rows: Tensor, chosen: Tensor, owner: np.ndarray, requests: list[Request]
+    backbone: Backbone, hidden: Tensor, chosen: Tensor, owner: np.ndarray, requests: list[Request]
 ) -> Tensor:
     """[R, V] logits in fp32, moved away from the unconditional ones where a request asks for it."""
-    logits = backbone.logits(rows[chosen[0]]).float()
-    scales = np.array([request.guidance for request in requests])[owner]
-    if scales.any():
+    logits = backbone.logits(hidden.index_select(0, chosen[0])).float()
+    if any(request.guidance for request in requests):
+        scales = np.array([request.guidance for request in requests])[owner]
         scale = torch.from_numpy(scales).to(logits)[:, None]
-        without = backbone.logits(rows[chosen[1]]).float()
+        without = backbone.logits(hidden.index_select(0, chosen[1])).float()
         logits = without + (scale + 1) * (logits - without)
     return logits
 
 
-def _figures(backbone: Backbone, logits: Tensor, targets: Tensor, owner: np.ndarray, lives: list[Live]) -> Tensor:
-    """[R, 6]: token, its probability, the target's, entropy, margin, acceptance. Overwrites `logits`."""
-    requests = [live.request for live in lives]
-    figures = torch.zeros(len(logits), 6, dtype=torch.float64, device=logits.device)
-    log_total = logits.logsumexp(-1, keepdim=True)
-    if any(request.entropy for request in requests):
-        figures[:, 3] = torch.special.entr((logits - log_total).exp()).sum(-1).double()
-    if any(request.margin for request in requests):
-        best = (logits.topk(2, dim=-1).values - log_total).exp().double()
-        figures[:, 4] = best[:, 0] - best[:, 1]
+def _figures(
+    backbone: Backbone, logits: Tensor, targets: Tensor, owner: np.ndarray, lives: list[Live]
+) -> dict[str, Tensor]:
+    """[R] each of what some row asks for, under the names of `Reply`. Overwrites `logits`."""
+    figures: dict[str, Tensor] = {}
+    log_p = logits.log_softmax(-1)
+    if any(live.request.entropy for live in lives):
+        figures["entropy"] = torch.special.entr(log_p.exp()).sum(-1)
+    if any(live.request.margin for live in lives):
+        best = log_p.topk(2, dim=-1).values.exp().double()
+        figures["margin"] = best[:, 0] - best[:, 1]
     logits[:, backbone.mask_token_id] = -torch.inf  # no decoder may commit [MASK]
-    tokens, figures[:, 5] = _draw(logits, targets, owner, lives)
-    pair = torch.stack([tokens, targets], dim=1)
-    figures[:, 0] = tokens.double()
-    figures[:, 1:3] = (logits.gather(1, pair) - log_total).exp().double()
-    return figures
+    tokens, acceptance = _draw(logits, targets, owner, lives)
+    if acceptance is not None:
+        figures["acceptance"] = acceptance
+    p_token, p_target = log_p.gather(1, torch.stack([tokens, targets], dim=1)).exp().unbind(1)
+    return figures | {"tokens": tokens, "p_token": p_token, "p_target": p_target}
 
 
-def _draw(logits: Tensor, targets: Tensor, owner: np.ndarray, lives: list[Live]) -> tuple[Tensor, Tensor]:
-    """[R] tokens and [R] acceptance of the targets."""
-    tokens, acceptance = logits.argmax(-1), torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
-    for b in np.unique(owner):
-        live = lives[b]
-        first, last = np.searchsorted(owner, [b, b + 1])
+def _draw(logits: Tensor, targets: Tensor, owner: np.ndarray, lives: list[Live]) -> tuple[Tensor, Tensor | None]:
+    """[R] tokens, and [R] acceptance of the targets where some are verified."""
+    tokens, acceptance = likeliest(logits), None
+    if any(live.request.drafts == "verify" for live in lives):
+        acceptance = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
+    for b, live in enumerate(lives):
+        first, last = np.searchsorted(owner, [b, b + 1]) if live.request.sampling.temperature > 0 else (0, 0)
+        if first == last:
+            continue
         own = slice(int(first), int(last))
         if live.request.drafts == "verify":
+            assert acceptance is not None
             tokens[own], acceptance[own] = _verify(logits[own], targets[own], live)
-        elif live.request.sampling.temperature > 0:
+        else:
             tokens[own] = draw_tokens(logits[own], live.request.sampling, live.generator)
             if live.request.drafts == "propose":
                 live.proposed.append(distribution(logits[own], live.request.sampling))

@@ -1,4 +1,4 @@
-"""Joining the requests of all live rows into forward passes. Shapes: b live rows, Q queries, S places, R replies."""
+"""Joining the requests of all live rows into forward passes. Shapes: b live rows, Q queries, S places."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.engine.cache import BufferCache
+from lit_refusion.engine.forward import ModuleForward, plain_forward
+from lit_refusion.engine.queries import Queries
 from lit_refusion.engine.replies import Live, answer
 from lit_refusion.engine.request import Reply, Request, Row, visible
-from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation, Step
-from lit_refusion.views import MASK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,8 @@ class _Scheduler:
             dtype=_compute_dtype(backbone),
             device=backbone.device,
         )
+        self.forward = plain_forward(backbone, self.cache, is_shared=watch.agree is not None)
+        self.adapted_forward = ModuleForward(backbone, self.cache, adapted=True)
         self.live: list[Live] = []
         self.started = 0
         self.results: dict[int, Generation] = {}
@@ -167,50 +169,19 @@ class _Scheduler:
 
     def _forward(self, lives: list[Live], rows: list[int]) -> list[Reply]:
         """One forward pass for these rows of the cache."""
-        return answer(self.backbone, self._hidden([live.request for live in lives], rows), lives)
+        hidden, starts = self._hidden([live.request for live in lives], rows)
+        return answer(self.backbone, hidden, starts, lives)
 
-    def _hidden(self, requests: list[Request], rows: list[int]) -> Tensor:
-        """[b, Q, D] final hidden states of the queries."""
-        table, num_visible = self._table(requests)  # [b, Q, 9]
-        self.cache.aim(table[:, :, 2], rows=rows, visible=num_visible)
-        adapted: dict[str, bool] = {"adapted": True} if requests[0].adapted else {}
-        return self.backbone.model.base_model(
-            input_ids=table[:, :, 0],
-            position_ids=table[:, :, 1],
-            attention_mask=interval_mask(table[:, :, 3:], num_visible),
-            cache=self.cache,
-            use_cache=True,
-            **adapted,
-        ).last_hidden_state
+    def _hidden(self, requests: list[Request], rows: list[int]) -> tuple[Tensor, np.ndarray]:
+        """[M, D] final hidden states of the queries, and [b] where each row's begin."""
+        forward = self.adapted_forward if requests[0].adapted else self.forward
+        return forward(self._table(requests), rows)
 
-    def _table(self, requests: list[Request]) -> tuple[Tensor, int]:
-        """Tokens, positions, places and intervals of all queries in one transfer; rows are right-padded."""
-        longest = max(len(request.tokens) for request in requests)
-        table = np.zeros((len(requests), longest, 9), np.int64)
-        table[:, :, 2] = self.cache.trash  # a padded query writes to the trash
-        table[:, :, 4] = 1  # and sees place 0, so that its row of the mask is not empty
-        for b, request in enumerate(requests):
-            length = len(request.tokens)
-            if request.places.max() >= self.capacity and request.num_replies:
-                raise UserError(
-                    f"a row needs place {request.places.max()} of a buffer of {self.capacity}; raise the capacity"
-                )
-            table[b, :length, 0] = np.where(request.tokens == MASK, self.backbone.mask_token_id, request.tokens)
-            table[b, :length, 1], table[b, :length, 2] = request.positions, request.places
-            table[b, :length, 3:] = request.intervals.reshape(length, 6)
-        device = self.backbone.device
-        return torch.from_numpy(table).to(device, non_blocking=True), int(table[:, :, 3:].max())
+    def _table(self, requests: list[Request]) -> Queries:
+        return Queries.joined(requests, mask_token_id=self.backbone.mask_token_id, capacity=self.capacity)
 
 
 def _compute_dtype(backbone: Backbone) -> torch.dtype:
     """What keys and values are computed in: the weights' dtype, or autocast's."""
     kind = backbone.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else backbone.model.dtype
-
-
-def interval_mask(intervals: Tensor, visible: int) -> Tensor:
-    """[b, 1, Q, visible] bool from [b, Q, 6] interval bounds: a key is seen where any interval holds its place."""
-    key = torch.arange(visible, device=intervals.device)
-    bounds = intervals[..., None]  # [b, Q, 6, 1]
-    inside = [(key >= bounds[:, :, i]) & (key < bounds[:, :, i + 1]) for i in (0, 2, 4)]  # [b, Q, visible] each
-    return (inside[0] | inside[1] | inside[2])[:, None]

@@ -10,10 +10,11 @@ import torch
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.engine.cache import BufferCache
+from lit_refusion.engine.queries import hidden_keys
 from lit_refusion.engine.replies import split_replies
 from lit_refusion.engine.request import Reply, Request, Row, Sampling, visible
 from lit_refusion.engine.sampling import filter_logits
-from lit_refusion.engine.scheduler import decode, interval_mask
+from lit_refusion.engine.scheduler import decode
 from lit_refusion.errors import UserError
 from lit_refusion.generation import Generation
 
@@ -177,7 +178,8 @@ def test_buffer_is_allocated_once_and_returned_as_a_view(backbone: Backbone) -> 
 def test_interval_mask_written_out() -> None:
     intervals = torch.tensor([[[0, 2, 4, 5, 0, 0], [0, 1, 0, 0, 0, 0]]])
     expected = torch.tensor([[[[1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0]]]], dtype=torch.bool)
-    assert torch.equal(interval_mask(intervals, 6), expected)
+    assert torch.equal(~hidden_keys(intervals, 6), expected)
+    assert torch.equal(~hidden_keys(intervals, 6, used=((0, False), (1, True))), expected)
 
 
 def test_filters_written_out() -> None:
