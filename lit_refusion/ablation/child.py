@@ -24,18 +24,18 @@ class Children:
 
     Args:
         environment: variables beside this process's own.
-        lock: an open file that every process inherits: as long as one of them lives, the lock on it holds.
     """
 
-    def __init__(self, environment: dict[str, str], lock: int) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
         self.environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
-        self.lock = lock
         self._running: set[subprocess.Popen[str]] = set()
         self._guard = threading.Lock()
         self._is_stopped = False
 
-    def run(self, arguments: Sequence[str], *, name: str, log: Path, environment: dict[str, str]) -> None:
+    def run(self, arguments: Sequence[str], *, name: str, log: Path, environment: dict[str, str], lock: int) -> None:
         """Run `lit-refusion ARGUMENTS`; its lines are appended to `log`, and printed behind `name` where it trains.
+
+        It inherits the open file `lock`: as long as it lives, the lock on that holds.
 
         Raises:
             CommandError: it ended with another code than 0.
@@ -47,7 +47,7 @@ class Children:
         if not is_shown:
             print(f"{name:12} | {arguments[0]} ...", flush=True)
         with log.open("a", encoding="utf-8") as file:
-            process = self._start([sys.executable, "-m", "lit_refusion.cli", *arguments], environment)
+            process = self._start([sys.executable, "-m", "lit_refusion.cli", *arguments], environment, lock)
             assert process.stdout is not None
             for line in process.stdout:
                 if is_shown:
@@ -65,7 +65,7 @@ class Children:
                 f"lit-refusion {arguments[0]} ended with code {code}; its last lines: " + " / ".join(last)
             )
 
-    def _start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    def _start(self, command: list[str], environment: dict[str, str], lock: int) -> subprocess.Popen[str]:
         with self._guard:
             if self._is_stopped:
                 raise KeyboardInterrupt
@@ -76,7 +76,7 @@ class Children:
                 text=True,
                 errors="replace",
                 env={**self.environment, **environment},
-                pass_fds=[self.lock],
+                pass_fds=[lock],
                 start_new_session=True,  # a signal reaches it through `stop`, once
             )
             self._running.add(process)

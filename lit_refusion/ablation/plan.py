@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -78,12 +78,17 @@ class AblateConfig:
             raise UserError(f"at_once={self.at_once}, threads={self.threads}: must be at least 1")
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise UserError(f"seeds={list(self.seeds)}: each must be there once, and not be negative")
-        for name in (*self.only, *([self.baseline] if self.baseline else [])):
-            if name not in self.arms:
-                raise UserError(f"{name}: no such arm; there are {', '.join(self.arms)}")
-        for name in (*self.arms, *self.tasks):
+        if not self.stages:
+            raise UserError("stages=[]: give some of train, evaluate, compare")
+        for key, arm in [("only", arm) for arm in self.only] + [("baseline", self.baseline)]:
+            if arm is not None and arm not in self.arms:
+                raise UserError(f"{key}={arm}: no such arm; there are {', '.join(self.arms)}")
+        for key, name in [("arms", name) for name in self.arms] + [("tasks", name) for name in self.tasks]:
             if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-                raise UserError(f"{name}: a name of an arm or a task may have letters, digits, '_', '-' and '.' only")
+                raise UserError(f"{key}.{name}: a name may have letters, digits, '_', '-' and '.' only")
+        for name in ("train", "export"):
+            if name in self.tasks:
+                raise UserError(f"tasks.{name}: choose another name, a step of the ablation is called so")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +118,14 @@ class Group:
         train: settings of `lit-refusion train`; None where the model is given.
         model: where the model is, or will be exported to.
         cells: in the order of the arms.
+        others: further cells that decode the model, which are not asked for now.
     """
 
     name: str
     train: tuple[str, ...] | None
     model: str
     cells: tuple[Cell, ...]
+    others: tuple[Cell, ...] = ()
 
 
 def groups(config: AblateConfig) -> list[Group]:
@@ -148,5 +155,8 @@ def chosen(found: Sequence[Group], only: Sequence[str]) -> list[Group]:
     """The groups cut to the arms of `only`; all for an empty one."""
     if not only:
         return list(found)
-    cut = [(group, tuple(cell for cell in group.cells if cell.arm in only)) for group in found]
-    return [Group(name=group.name, train=group.train, model=group.model, cells=cells) for group, cells in cut if cells]
+    cut = []
+    for group in found:
+        cells, others = (tuple(cell for cell in group.cells if (cell.arm in only) is asked) for asked in (True, False))
+        cut.append(replace(group, cells=cells, others=others))
+    return [group for group in cut if group.cells]

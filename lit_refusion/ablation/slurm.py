@@ -34,10 +34,10 @@ def submit(work: Work, found: Sequence[Group], overrides: Sequence[str]) -> Iter
         if "train" in work.config.stages and not work.is_trained(group):
             trained = _submit_training(work.training(group)[0].arguments, launcher)
             yield f"{group.name}: training is job {trained}"
-        if "evaluate" in work.config.stages:
+        if "evaluate" in work.config.stages and (trained or not work.is_evaluated(group)):
             cells = ",".join(dict.fromkeys(cell.arm for cell in group.cells))
             settings = [f"only=[{cells}]", f"seeds=[{group.cells[0].seed}]", "stages=[evaluate]"]
-            after = [f"afterok:{trained}"] if trained else []
+            after = [f"afterany:{trained}"] if trained else []  # it notes a training that has not ended
             jobs.append(_submit(work, overrides, name=group.name, settings=settings, after=after))
             yield f"{group.name}: its evaluation is job {jobs[-1]}"
     if "compare" in work.config.stages:
@@ -53,7 +53,8 @@ def _submit_training(arguments: Sequence[str], launcher: Sequence[str]) -> str:
     command = [sys.executable, "-m", "lit_refusion.cli", *kept, *launcher]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"ablate: the training could not be submitted: {done.stderr.strip().splitlines()[-1]}")
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise UserError(f"ablate: the training could not be submitted: {reason}")
     return _number(done.stdout)
 
 
@@ -61,7 +62,8 @@ def _submit(work: Work, overrides: Sequence[str], *, name: str, settings: Sequen
     """One task on one device that runs `lit-refusion ablate` again, for a part of the work."""
     kept = [text for text in overrides if text.lstrip("+~").split("=")[0].split(".")[0] not in REPLACED]
     options = ["--config-dir", work.config_dir] if work.config_dir else []
-    command = [sys.executable, "-m", "lit_refusion.cli", "ablate", *options, *kept, "launcher=local", *settings]
+    own = ["launcher=local", "at_once=1", *settings]
+    command = [sys.executable, "-m", "lit_refusion.cli", "ablate", *options, *kept, *own]
     folder = Path(work.config.out) / LOGS / name
     launcher = work.config.launcher
     return _number(launcher.submit(launcher.follow(command, name=name, folder=folder, after=after), folder))

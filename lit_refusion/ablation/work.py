@@ -6,12 +6,11 @@ import fcntl
 import json
 import os
 import queue
-import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,13 @@ import torch
 from lit_refusion.ablation.child import Children
 from lit_refusion.ablation.plan import ARMS, LOGS, RUNS, AblateConfig, Cell, Group
 from lit_refusion.ablation.step import Step
-from lit_refusion.comparison.arm import ABLATION, write_arm
+from lit_refusion.comparison.arm import ABLATION, CONFIG, write_arm
+from lit_refusion.comparison.control import training_settings
 from lit_refusion.errors import UserError
+from lit_refusion.evaluation.evaluate import RESULT
 from lit_refusion.new_file import write_file
 from lit_refusion.origin import has_ended
+from lit_refusion.run_folder import LAST, checkpoint_path
 
 MARKERS = "done"
 
@@ -44,18 +46,28 @@ class Work:
         """The training; nothing where the model is given."""
         if group.train is None:
             return []
-        return [self._step("train", (*group.train, "trainer.progress=lines"), f"{group.name}.train")]
+        product = checkpoint_path(self.run_folder(group), LAST)
+        return [self._step("train", (*group.train, "trainer.progress=lines"), f"{group.name}.train", product)]
 
     def is_trained(self, group: Group) -> bool:
-        """Whether there is nothing to train (any more)."""
-        return group.train is None or (self.training(group)[0].is_done() or has_ended(self.run_folder(group)))
+        """Whether there is nothing to train (any more), also where a job of its own has done it."""
+        if group.train is None:
+            return True
+        step, run = self.training(group)[0], self.run_folder(group)
+        if step.is_done():
+            return True
+        if not has_ended(run):
+            return False
+        found = json.loads((run / CONFIG).read_text(encoding="utf-8"))
+        return training_settings(found) == training_settings(json.loads(step.content())["config"])
 
     def export(self, group: Group) -> list[Step]:
         """The export; nothing where the model is given."""
         if group.train is None:
             return []
         settings = (f"run={self.run_folder(group)}", f"checkpoint={self.config.checkpoint}", f"out={group.model}")
-        return [self._step("export", settings, f"{group.name}.export")]
+        model = Path(group.model)
+        return [self._step("export", settings, f"{group.name}.export", model, folder=model)]
 
     def run_folder(self, group: Group) -> Path:
         """Of a group's training."""
@@ -65,41 +77,45 @@ class Work:
         """An evaluation for each task."""
         steps = []
         for task, settings in self.config.tasks.items():
-            out = f"out={self.folder(cell) / task}"
+            out = self.folder(cell) / task
             overrides = (
                 f"model={group.model}",
                 f"seed={cell.seed}",
                 *settings,
                 *self.config.decode,
                 *self.config.arms[cell.arm].decode,
-                out,
+                f"out={out}",
             )
-            steps.append(self._step("evaluate", overrides, f"{cell.name}.{task}"))
+            step = self._step("evaluate", overrides, f"{cell.name}.{task}", out / RESULT, folder=out)
+            steps.append(replace(step, source=Path(group.model) if group.train is None else None))
         return steps
+
+    def is_evaluated(self, group: Group) -> bool:
+        """Whether all of its evaluations are done."""
+        return all(step.is_done() for cell in group.cells for step in self.cell_steps(group, cell))
 
     def folder(self, cell: Cell) -> Path:
         """Of a cell's evaluations."""
         return Path(self.config.out) / ARMS / cell.name
 
-    def run(self, group: Group, children: Children, environment: dict[str, str]) -> dict[str, str]:
-        """Run what is missing of a group; returns the failures by cell."""
+    def run(self, group: Group, children: Children, environment: dict[str, str], lock: int) -> dict[str, str]:
+        """Run what is missing of a group, whose lock the commands inherit; returns the failures by cell."""
         evaluations = {cell: self.cell_steps(group, cell) for cell in group.cells}
-        later = [step for steps in evaluations.values() for step in steps]
+        later = [step for cell in (*group.cells, *group.others) for step in self.cell_steps(group, cell)]
 
         def perform(steps: Sequence[Step], name: str, *, later: Sequence[Step]) -> None:
             for step in steps:
                 if not step.is_done():
                     for other in later:  # they are made of this one
-                        other.marker.unlink(missing_ok=True)
-                    if step.command == "export":
-                        shutil.rmtree(group.model, ignore_errors=True)
+                        other.discard()
+                    step.begin()
                     log = Path(self.config.out) / LOGS / f"{name}.log"
-                    children.run(step.arguments, name=name, log=log, environment=environment)
+                    children.run(step.arguments, name=name, log=log, environment=environment, lock=lock)
                     step.finish()
 
         failures = {}
         try:
-            if "train" in self.config.stages:
+            if "train" in self.config.stages and not self.is_trained(group):
                 perform(self.training(group), group.name, later=[*self.export(group), *later])
             if "evaluate" in self.config.stages:
                 if not self.is_trained(group):
@@ -122,13 +138,28 @@ class Work:
         run = None if group.train is None else os.path.relpath(self.run_folder(group), self.folder(cell))
         write_arm(self.folder(cell), arm=cell.arm, seed=cell.seed, run=run, failure=failure)
 
-    def _step(self, command: str, overrides: Sequence[str], name: str) -> Step:
+    def _step(
+        self, command: str, overrides: Sequence[str], name: str, product: Path, *, folder: Path | None = None
+    ) -> Step:
         marker = Path(self.config.out) / MARKERS / f"{name}.json"
-        return Step(command=command, overrides=tuple(overrides), marker=marker, config_dir=self.config_dir)
+        return Step(
+            command=command,
+            overrides=tuple(overrides),
+            marker=marker,
+            product=product,
+            folder=folder,
+            source=None,
+            config_dir=self.config_dir,
+        )
 
 
-def run_all(work: Work, found: Sequence[Group]) -> dict[str, str]:
+def run_all(work: Work, found: Sequence[Group], *, on_start: Callable[[], None]) -> dict[str, str]:
     """Run all groups, `at_once` at a time; returns the failures by cell.
+
+    Args:
+        work: the ablation.
+        found: its groups.
+        on_start: called when nothing stands against it any more.
 
     Raises:
         KeyboardInterrupt: SIGINT or SIGTERM came; the commands have saved and ended.
@@ -137,18 +168,22 @@ def run_all(work: Work, found: Sequence[Group]) -> dict[str, str]:
     for group in found:  # before anything is started
         evaluations = (step for cell in group.cells for step in work.cell_steps(group, cell))
         for step in [*work.training(group), *work.export(group), *evaluations]:
-            step.content()
+            try:
+                step.content()
+            except UserError as error:
+                raise UserError(f"{step.marker.stem}: {error}") from error
     failures: dict[str, str] = {}
     slots: queue.Queue[dict[str, str]] = queue.Queue()
     for environment in environments(work.config.at_once, work.config.threads):
         slots.put(environment)
-    with locked(Path(work.config.out)) as lock:
-        children = Children({}, lock)
+    with locked(Path(work.config.out), [group.name for group in found]) as locks:
+        on_start()
+        children = Children({})
 
         def one(group: Group) -> dict[str, str]:
             environment = slots.get()
             try:
-                return work.run(group, children, environment)
+                return work.run(group, children, environment, locks[group.name])
             finally:
                 slots.put(environment)
 
@@ -180,24 +215,28 @@ def stopping(children: Children) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[int]:
-    """The lock of an ablation's folder, which its commands inherit.
+def locked(folder: Path, names: Sequence[str]) -> Iterator[dict[str, int]]:
+    """Locks on groups of an ablation, by name; jobs on other groups have their own.
 
     Raises:
-        UserError: somebody else has it.
+        UserError: somebody else has one of them.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    (folder / MARKERS).mkdir(parents=True, exist_ok=True)
+    locks: dict[str, int] = {}
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield lock
-    except BlockingIOError as error:
-        raise UserError(
-            f"out={folder}: another ablation, or a command that one has left behind, is at work there; wait for it or "
-            "end it"
-        ) from error
+        for name in names:
+            locks[name] = os.open(folder / MARKERS / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(locks[name], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"out={folder}: another ablation, or a command that one has left behind, is at work on {name} "
+                    "there; wait for it or end it"
+                ) from error
+        yield locks
     finally:
-        os.close(lock)
+        for lock in locks.values():
+            os.close(lock)
 
 
 def environments(at_once: int, threads: int | None) -> list[dict[str, str]]:
@@ -221,12 +260,16 @@ def _devices() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-def write_plan(config: AblateConfig, arguments: Sequence[str]) -> None:
-    """Note arms, their order and the command, for the report."""
+def write_plan(config: AblateConfig, overrides: Sequence[str]) -> None:
+    """Note arms, their order and the whole command, for the report; a report by itself leaves the command as it was."""
+    path = Path(config.out) / ABLATION
+    command = ["lit-refusion", "ablate", *(text for text in overrides if not text.startswith(("only=", "stages=")))]
+    if config.stages == ("compare",) and path.exists():
+        command = json.loads(path.read_text(encoding="utf-8"))["command"]
     content = {
         "arms": list(config.arms),
         "seeds": list(config.seeds),
         "tasks": list(config.tasks),
-        "command": list(arguments),
+        "command": command,
     }
-    write_file(Path(config.out) / ABLATION, json.dumps(content, indent=2) + "\n", name="out=")
+    write_file(path, json.dumps(content, indent=2) + "\n", name="out=")

@@ -30,16 +30,22 @@ def start(overrides: list[str], *, config_dir: str | None) -> int:
     config_dir = str(Path(config_dir).resolve()) if config_dir else None
     work = Work(config=settings, config_dir=config_dir)
     found = chosen(groups(settings), settings.only)
-    if not settings.only or not (Path(settings.out) / ABLATION).exists():
-        write_plan(settings, ["lit-refusion", "ablate", *overrides])
+
+    def note() -> None:
+        if not settings.only or not (Path(settings.out) / ABLATION).exists():
+            write_plan(settings, overrides)
+
     if settings.launcher.submits:
+        note()
         for line in submit(work, found, overrides):
             print(line)
         return 0
     failures: dict[str, str] = {}
     try:
         if {"train", "evaluate"} & set(settings.stages):
-            failures = run_all(work, found)
+            failures = run_all(work, found, on_start=note)
+        else:
+            note()
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
         return INTERRUPTED
@@ -58,4 +64,5 @@ def start(overrides: list[str], *, config_dir: str | None) -> int:
             seed=0,
         )
     )
-    return 0 if outcome.is_controlled and not failures else FAILED
+    is_whole = not failures if settings.only else outcome.has_all
+    return 0 if outcome.is_controlled and is_whole else FAILED

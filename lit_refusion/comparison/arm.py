@@ -15,7 +15,8 @@ from lit_refusion.evaluation.evaluate import RECORDS, RESULT, read_records
 from lit_refusion.new_file import write_file
 from lit_refusion.origin import ORIGIN, read_origin
 
-ARM, ABLATION, ARM_FOLDERS, EVALUATIONS = "arm.json", "ablation.json", "arms", "evaluations"
+ARM, ABLATION, CONFIG, METRICS = "arm.json", "ablation.json", "config.json", "metrics.csv"
+ARM_FOLDERS, EVALUATIONS = "arms", "evaluations"
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,13 @@ class ArmRun:
     @cached_property
     def config(self) -> dict[str, Any] | None:
         """Settings of the training."""
-        path = None if self.run is None else self.run / "config.json"
+        path = None if self.run is None else self.run / CONFIG
         return _json(path) if path is not None and path.exists() else None
 
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
         """The logged figures of the training, a row a logged step."""
-        path = None if self.run is None else self.run / "metrics.csv"
+        path = None if self.run is None else self.run / METRICS
         if path is None or not path.exists():
             return []
         with path.open(newline="", encoding="utf-8") as file:

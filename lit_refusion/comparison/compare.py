@@ -78,7 +78,9 @@ def compare(config: CompareConfig) -> Outcome:
     if baseline not in names:
         raise UserError(f"baseline={baseline}: no such arm; there are {', '.join(names)}")
     if not any(run.evaluations for run in runs):
-        raise UserError(f"{', '.join(config.runs)}: nothing has been evaluated there; run lit-refusion evaluate first")
+        failed = [f"{run.name}: {run.failure}" for run in runs if run.failure is not None]
+        hint = f"every arm failed ({'; '.join(failed)})" if failed else "run lit-refusion evaluate first"
+        raise UserError(f"{', '.join(config.runs)}: nothing has been evaluated there; {hint}")
     out = Path(config.out)
     control = check(runs, baseline=baseline, allow=config.allow)
     throughput = measure(runs, config.measure, path=out / THROUGHPUT, told=lambda text: print(text, flush=True))

@@ -115,11 +115,15 @@ def differences(reference: ArmRun, run: ArmRun) -> dict[str, tuple[Any, Any]]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
+def training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a training that change what it comes to, by dotted name."""
+    settings = {key.lstrip("."): value for key, value in flat("", config).items()}
+    return {name: value for name, value in settings.items() if not _is_below(name, IGNORED)}
+
+
 def conditions(run: ArmRun, tasks: Collection[str]) -> dict[str, Any]:
     """Everything that a run was made with, and evaluated with on these tasks, as dotted names."""
-    found: dict[str, Any] = {}
-    settings = flat("", run.config or {})
-    found |= {name: value for key, value in settings.items() if not _is_below(name := key.lstrip("."), IGNORED)}
+    found = training_settings(run.config or {})
     for name in FACTS:
         found |= flat(name, (run.origin or {}).get(name))
     for task in tasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,11 @@ def draw(
         found.append((_save(_draw_losses(runs, looks), folder / "loss.png"), _loss_caption(runs)))
     for task in tasks(runs):
         own = [score for score in scores if score.task == task]
+        name = re.sub(r"[^\w.-]", "_", task, flags=re.ASCII)
         if setting is not None:
-            found.append((_save(_draw_setting(own, setting), folder / f"{task}-setting.png"), f"{task}: {setting[0]}"))
+            found.append((_save(_draw_setting(own, setting), folder / f"{name}-setting.png"), f"{task}: {setting[0]}"))
         caption = f"{task}: accuracy against speed. Bars are 95% intervals."
-        found.append((_save(_draw_frontier(own, looks), folder / f"{task}-frontier.png"), caption))
+        found.append((_save(_draw_frontier(own, looks), folder / f"{name}-frontier.png"), caption))
     return found
 
 

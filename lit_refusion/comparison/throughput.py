@@ -42,7 +42,7 @@ class MeasureConfig:
     threads: int | None
 
     def __post_init__(self) -> None:
-        least = min((self.repeats, self.threads or 1, *self.batch_sizes))
+        least = min((self.repeats, 1 if self.threads is None else self.threads, *self.batch_sizes))
         if self.num_problems < 0 or least < 1 or not self.batch_sizes:
             raise UserError(
                 f"measure.num_problems={self.num_problems}, repeats={self.repeats}, batch_sizes="
@@ -98,10 +98,9 @@ def measure(
         "arms": {arm: {task: _identity(first[arm].evaluations[task]) for task in tasks} for arm in arms},
         "software": software(),
     }
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if all(found.get(name) == value for name, value in identity.items()):
-            return found
+    found = _kept(path)
+    if all(found.get(name) == value for name, value in identity.items()):
+        return found
     result: dict[str, Any] = {**identity, "tasks": {}}
     models: dict[str, LoadedModel] = {}
     for task in tasks:
@@ -110,6 +109,14 @@ def measure(
         result["tasks"][task] = _rounds(subjects, config)
     write_file(path, json.dumps(result, indent=2) + "\n", name="out=")
     return result
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """What an earlier measurement has left; nothing of a damaged file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def _rounds(subjects: dict[str, _Subject], config: MeasureConfig) -> dict[str, Any]:
