@@ -24,9 +24,8 @@ def token_cross_entropy(
     """Cross-entropy of each row in fp32, [M], without ever holding [M, V].
 
     The rows go through the head in chunks and each chunk's logits are computed again in the backward pass:
-    a third more head arithmetic for memory that does not grow with M. Checkpointed chunks were chosen over
-    `torch.nn.functional.linear_cross_entropy`, which saves as much but took four times as long on CPU; the head
-    must also be called as a module, where sharded strategies gather its weight.
+    a third more head arithmetic for memory that does not grow with M. The head is called as a module, so that any
+    will do. Every chunk makes a gradient of the head's size, which `fused_cross_entropy` adds up in place.
 
     Args:
         logits_of: maps [m, D] to [m, V]; called as a module so that sharded strategies can gather its weight.
@@ -61,7 +60,8 @@ def fused_cross_entropy(head: nn.Linear, hidden: Tensor, targets: Tensor, *, ker
         if kernel == "torch":
             from torch.nn import LinearCrossEntropyOptions
 
-            options = LinearCrossEntropyOptions()
+            # Left to itself it takes chunks of about M D / V rows; where that is one or two it is ten times slower.
+            options = LinearCrossEntropyOptions(batch_chunk_size=max(1, MAX_LOGITS // len(weight)))
             fused = F.linear_cross_entropy
             return fused(hidden, weight, targets, linear_bias=bias, reduction="none", options=options).float()
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
