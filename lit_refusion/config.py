@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from lit_refusion.errors import UserError
+
+
+COMPOSING = threading.Lock()
+"""Hydra's state is global."""
 
 
 def config_folder() -> Path:
@@ -43,16 +48,22 @@ def load_config(command: str, overrides: Sequence[str], *, extra_folder: str | N
         if not Path(extra_folder).is_dir():
             raise UserError(f"--config-dir {extra_folder}: no such folder")
         overrides.append(f"hydra.searchpath=[file://{Path(extra_folder).resolve()}]")
+    try:
+        with COMPOSING:
+            return _composed(command, overrides)
+    except MissingMandatoryValue as error:
+        raise UserError(f"{error.full_key}: missing; give {error.full_key}=...") from error
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise UserError(_one_line(error, extra_folder)) from error
+
+
+def _composed(command: str, overrides: list[str]) -> dict[str, Any]:
     GlobalHydra.instance().clear()
     OmegaConf.register_new_resolver("package", _package_path, replace=True)
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             config = compose(command, overrides)
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
-    except MissingMandatoryValue as error:
-        raise UserError(f"{error.full_key}: missing; give {error.full_key}=...") from error
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise UserError(_one_line(error, extra_folder)) from error
     finally:
         GlobalHydra.instance().clear()
 

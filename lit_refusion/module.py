@@ -124,6 +124,7 @@ class TrainingModule(L.LightningModule):
         figures = self._meters["train"].compute()
         self._meters["train"].reset()
         now = time.perf_counter()
+        figures["steps"] = steps  # behind an interruption, those since the checkpoint
         figures["seconds"] = now - self._logged_time
         figures["tokens_per_second"] = figures["tokens"] / figures["seconds"]
         figures["peak_memory_gb"] = peak_memory(self.device) / 1e9

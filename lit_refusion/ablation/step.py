@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from lit_refusion.config import load_config
 from lit_refusion.fitting import without_decoder
 from lit_refusion.new_file import write_file
-
-COMPOSING = threading.Lock()
-"""Groups run in threads, and Hydra's state is global."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +49,7 @@ class Step:
         names = [text for text in self.overrides if not text.lstrip("+").startswith("sweep.")]
         if not any(text.lstrip("+").startswith("decoder=") for text in names):
             names = without_decoder(names)  # those of a preset that is known when the model is
-        with COMPOSING:
-            config = load_config(self.command, names, extra_folder=self.config_dir)
+        config = load_config(self.command, names, extra_folder=self.config_dir)
         rest = {"others": others} if (others := [text for text in self.overrides if text not in names]) else {}
         return json.dumps({"command": self.command, "config": config, **rest}, indent=2, sort_keys=True) + "\n"
 

@@ -171,8 +171,8 @@ def _cost(arm: str, runs: list[ArmRun]) -> Cost:
         return sum(values) / len(values)
 
     origins = [run.origin or {} for run in runs]
-    row_tokens, supervised = (
-        mean([run.total(f"train/{name}") or 0.0 for run in runs]) for name in ("tokens", "supervised_tokens")
+    row_tokens, supervised, seconds = (
+        mean([_summed(run, name) for run in runs]) for name in ("tokens", "supervised_tokens", "seconds")
     )
     nelbo = [run.curve("val/nelbo")[1][-1] for run in runs if run.curve("val/nelbo")[1]]
     return Cost(
@@ -182,10 +182,16 @@ def _cost(arm: str, runs: list[ArmRun]) -> Cost:
         row_tokens=row_tokens,
         supervised_tokens=supervised,
         flops=6 * (origins[0]["layer_parameters"] * row_tokens + origins[0]["head_parameters"] * supervised),
-        seconds=mean([run.total("train/seconds") or 0.0 for run in runs]),
+        seconds=seconds,
         peak_memory=1e9 * max(value for run in runs for value in [*run.curve("train/peak_memory_gb")[1], 0.0]),
         nelbo=mean(nelbo) if len(nelbo) == len(runs) else None,
     )
+
+
+def _summed(run: ArmRun, name: str) -> float:
+    """Sum over all steps; those between the last logged row and an interruption are taken to be like the others."""
+    total, covered = run.total(f"train/{name}") or 0.0, run.total("train/steps")
+    return total * run.last_step / covered if covered else total
 
 
 def plain(rows: Sequence[Score | Cost]) -> list[dict[str, Any]]:

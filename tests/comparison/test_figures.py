@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,15 @@ def test_an_unfinished_training_has_cost_what_it_has_run(tmp_path: Path) -> None
     make_arm(out, "base", run=make_run(tmp_path / "run", last_step=2))
     (cost,) = costs(read_all([str(out)]))
     assert (cost.steps, cost.tokens, cost.row_tokens, cost.nelbo) == (2, 800, 900, None)
+
+
+def test_steps_that_an_interruption_left_unlogged_cost_what_the_others_do(tmp_path: Path) -> None:
+    """Steps 1 to 10 and 13 to 20 are logged, 100 tokens each: the run went on from step 12."""
+    (tmp_path / "metrics.csv").write_text(
+        "step,train/steps,train/tokens,train/supervised_tokens,train/seconds\n10,10,1000,10,5\n20,8,800,8,4\n"
+    )
+    (tmp_path / "origin.json").write_text(
+        json.dumps({"tokens": 1, "steps": 20, "layer_parameters": 1, "head_parameters": 1})
+    )
+    [cost] = costs([ArmRun("arm", 0, tmp_path, {}, None)])
+    assert (cost.row_tokens, cost.supervised_tokens, cost.seconds) == (2000, 20, 10)
