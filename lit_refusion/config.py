@@ -17,7 +17,6 @@ from yaml import YAMLError
 
 from lit_refusion.errors import UserError
 
-
 COMPOSING = threading.Lock()
 """Hydra's state is global."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,11 @@ def test_broken_yaml_of_ones_own_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "objective" / "broken.yaml").write_text("a: [1\nb: 2\n")
 
     error_of("train", [*DATA, "objective=broken"], extra_folder=str(tmp_path))
+
+
+def test_threads_compose_at_the_same_time() -> None:
+    """Hydra's state is global."""
+    seeds = list(range(12))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda seed: load_config("train", [f"seed={seed}"])["seed"], seeds))
+    assert found == seeds

@@ -318,15 +318,6 @@ def test_wrong_settings_are_found_before_anything_is_started(ablation: Ablation)
     assert not ablation.out.exists()
 
 
-def test_settings_are_composed_by_one_thread_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra's state is global, and the steps of groups side by side are checked in threads."""
-    guarded: list[bool] = []
-    monkeypatch.setattr(step, "load_config", lambda *_, **__: guarded.append(step.COMPOSING.locked()))
-    evaluation(tmp_path).content()
-    assert guarded == [True]
-    assert not step.COMPOSING.locked()
-
-
 def test_settings_of_a_decoder_that_the_model_chooses_are_kept_in_mind(tmp_path: Path) -> None:
     settings = [(), ("decoder.max_new_tokens=4",), ("decoder.max_new_tokens=5",), ("sweep.top_k=1,2",)]
     assert len({evaluation(tmp_path, *own).content() for own in settings}) == len(settings)

@@ -289,7 +289,7 @@ def mixed(backbone: Backbone) -> None:
         ({}, marked, "layers.0.self_attn.q_proj has weights that are shared out"),
         ({}, mixed, "layers.1.self_attn.q_proj has weights in torch.bfloat16"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_obstacles_are_named(changes: dict[str, Any], change: Any, reason: str) -> None:
     backbone = make(QWEN, **changes)
