@@ -16,7 +16,7 @@ def render_steps(generation: Generation, tokenizer: PreTrainedTokenizerBase, con
     shown: dict[int, str] = {}
     length = max((place for step in generation.steps for place in step.committed), default=-1) + 1
     width = len(str(len(generation.steps)))
-    kind_width = max((len(step.kind) for step in generation.steps), default=0)
+    kind_width = max(9, *(len(step.kind) for step in generation.steps))
     for number, step in enumerate(generation.steps, start=1):
         new = set(step.committed)
         shown |= {place: str(tokenizer.decode([token])) for place, token in zip(step.committed, step.tokens)}
