@@ -123,7 +123,7 @@ def _draw_frontier(scores: Sequence[Score], looks: dict[str, dict[str, Any]]) ->
         axis.grid(alpha=0.3, which="both")
         _spread(axis, "x")
     axes[0][0].set_ylabel("accuracy (%)")
-    axes[0][-1].legend(fontsize="small")
+    axes[0][-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.02, 0.5))
     return figure
 
 
