@@ -27,6 +27,8 @@ class Setting:
     def read(cls, text: str) -> Setting:
         """From five numbers between commas."""
         slot, block, p_slot, p_token, new = text.split(",")
+        if int(new) % int(block) or int(block) % int(slot):
+            raise SystemExit(f"--settings {text}: give whole slots in a block, and whole blocks of new tokens")
         return cls(int(slot), int(block), float(p_slot), float(p_token), int(new))
 
     def decoder(self, *, batch_size: int, budget: int = 0) -> ReFusionDecoder:

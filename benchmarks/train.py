@@ -132,8 +132,8 @@ def one_vocabulary(asked: argparse.Namespace, documents: list[Document], vocab_s
     documents = folded(documents, vocab_size)
     with model_folder(asked, vocab_size) as model, ExitStack() as workers:
         contenders = {name: workers.enter_context(make()) for name, make in makers(asked, model).items()}
-        official = contenders.get(OFFICIAL)
-        equality = compare_losses(contenders, documents[: asked.micro_batch], model) if official else {}
+        is_compared = OFFICIAL in contenders  # with the weights that they start from
+        equality = compare_losses(contenders, documents[: asked.micro_batch], model) if is_compared else {}
         requests = {name: request(asked, name, documents) for name in contenders}
         baselines = {name: begin(contenders[name], requests[name], documents) for name in contenders}
         found: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
@@ -168,7 +168,8 @@ def makers(asked: argparse.Namespace, model: Path) -> dict[str, Any]:
     for layout in LAYOUTS:
         found[f"ours, {layout}, {kernels[0]}"] = lambda: ours(kernels[0])
     for kernel in kernels[1:]:
-        found[f"ours, packed, {kernel}"] = lambda kernel=kernel: ours(kernel)
+        for layout in ("padded", "packed"):
+            found[f"ours, {layout}, {kernel}"] = lambda kernel=kernel: ours(kernel)
     return found
 
 

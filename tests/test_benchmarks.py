@@ -118,8 +118,8 @@ def test_train(data: Path, tmp_path: Path) -> None:
     train.main(["--data", str(data), "--vocab", "600", *changes, "--out", str(out)])
     [found] = contents(out)["training"]
     losses = [row["loss"] for row in found["contenders"]]
-    assert len(losses) == 4
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)  # the same rows, however they are laid out
+    assert len(losses) == 5
+    assert losses == pytest.approx([losses[0]] * 5, rel=1e-4)  # the same rows, however they are laid out
 
 
 @pytest.mark.usefixtures("in_this_process")
