@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from benchmarks import synthetic_data
+from benchmarks.worker import status
 from lit_refusion.config import load_config
 from lit_refusion.data.loader import DataModule, LoaderConfig
 from lit_refusion.data.prepare import PrepareConfig, prepare
@@ -125,12 +126,6 @@ def measure_start(path: str) -> dict[str, float]:
     memory = (status("VmHWM") - before) / 1024
     names = ("open", "plan", "batch")
     return {**{n: end - start for n, start, end in zip(names, moments, moments[1:])}, "memory": memory}
-
-
-def status(name: str) -> int:
-    """A figure of /proc/self/status, in kB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def _data_module(shards: Shards, *, layout: str, num_workers: int, steps: int) -> DataModule:

@@ -105,14 +105,14 @@ class Memory:
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed would be used again without being seen
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        self.before = _status("VmRSS")
+        self.before = status("VmRSS")
 
     def extra(self) -> int:
         """Bytes."""
-        return 1024 * max(0, _status("VmHWM") - self.before)
+        return 1024 * max(0, status("VmHWM") - self.before)
 
 
-def _status(name: str) -> int:
+def status(name: str) -> int:
     """A figure of /proc/self/status, in kB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

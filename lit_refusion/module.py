@@ -214,6 +214,13 @@ class TrainingModule(L.LightningModule):
         if found and self.trainer.is_global_zero:
             print(f"resume=force, although {describe(found)}", flush=True)
 
+    def log_measured(self, figures: dict[str, float]) -> None:
+        """Log what a callback has measured behind a validation: to the loggers, and for the best checkpoint."""
+        for logger in self.loggers:
+            logger.log_metrics(figures, step=self.global_step)
+        for name, value in figures.items():
+            self.log(name, value, logger=False, sync_dist=False)
+
     def _denominator(self, batch: Batch) -> int:
         by_examples = self.objective.normalizer == "examples"
         return batch.num_examples if by_examples else batch.num_response_tokens

@@ -1,10 +1,12 @@
-"""Files that are either complete or not there."""
+"""Files that are either complete or not there, and what is in them."""
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lit_refusion.errors import UserError
 
@@ -30,3 +32,15 @@ def write_file(path: Path, text: str, *, name: str) -> Path:
             temporary.unlink()
         raise UserError(f"{name}{path}: cannot write it: {error.strerror}; choose another file") from error
     return path
+
+
+def read_json(path: Path, *, remedy: str) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        UserError: it cannot be read; the message ends with the remedy.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot read it: {error}; {remedy}") from error

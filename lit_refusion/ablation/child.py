@@ -20,14 +20,9 @@ class CommandError(UserError):
 
 
 class Children:
-    """Starts commands and can stop all of them.
+    """Starts commands and can stop all of them."""
 
-    Args:
-        environment: variables beside this process's own.
-    """
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        self.environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+    def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()
         self._guard = threading.Lock()
         self._is_stopped = False
@@ -75,7 +70,7 @@ class Children:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                env={**self.environment, **environment},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
                 pass_fds=[lock],
                 start_new_session=True,  # a signal reaches it through `stop`, once
             )

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from lit_refusion.comparison.arm import cell_name
 from lit_refusion.comparison.throughput import MeasureConfig
 from lit_refusion.errors import UserError
 from lit_refusion.launcher import Launcher
 
 Stage = Literal["train", "evaluate", "compare"]
-ARMS, RUNS, MODELS, LOGS, REPORT = "arms", "runs", "models", "logs", "report"
+RUNS, MODELS, LOGS, REPORT = "runs", "models", "logs", "report"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Of its folder."""
-        return f"{self.arm}-seed{self.seed}"
+        return cell_name(self.arm, self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)

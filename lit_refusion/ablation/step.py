@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from lit_refusion.config import load_config
@@ -46,6 +47,10 @@ class Step:
         Raises:
             UserError: the settings are wrong.
         """
+        return self._content
+
+    @cached_property
+    def _content(self) -> str:
         names = [text for text in self.overrides if not text.lstrip("+").startswith("sweep.")]
         if not any(text.lstrip("+").startswith("decoder=") for text in names):
             names = without_decoder(names)  # those of a preset that is known when the model is

@@ -10,16 +10,16 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lit_refusion.ablation.child import Children
-from lit_refusion.ablation.plan import ARMS, LOGS, RUNS, AblateConfig, Cell, Group
+from lit_refusion.ablation.plan import LOGS, RUNS, AblateConfig, Cell, Group
 from lit_refusion.ablation.step import Step
-from lit_refusion.comparison.arm import ABLATION, CONFIG, write_arm
+from lit_refusion.comparison.arm import ABLATION, ARM_FOLDERS, CONFIG, write_arm
 from lit_refusion.comparison.control import training_settings
 from lit_refusion.errors import UserError
 from lit_refusion.evaluation.evaluate import RESULT
@@ -86,8 +86,9 @@ class Work:
                 *self.config.arms[cell.arm].decode,
                 f"out={out}",
             )
-            step = self._step("evaluate", overrides, f"{cell.name}.{task}", out / RESULT, folder=out)
-            steps.append(replace(step, source=Path(group.model) if group.train is None else None))
+            source = Path(group.model) if group.train is None else None
+            name = f"{cell.name}.{task}"
+            steps.append(self._step("evaluate", overrides, name, out / RESULT, folder=out, source=source))
         return steps
 
     def is_evaluated(self, group: Group) -> bool:
@@ -96,7 +97,7 @@ class Work:
 
     def folder(self, cell: Cell) -> Path:
         """Of a cell's evaluations."""
-        return Path(self.config.out) / ARMS / cell.name
+        return Path(self.config.out) / ARM_FOLDERS / cell.name
 
     def run(self, group: Group, children: Children, environment: dict[str, str], lock: int) -> dict[str, str]:
         """Run what is missing of a group, whose lock the commands inherit; returns the failures by cell."""
@@ -139,7 +140,14 @@ class Work:
         write_arm(self.folder(cell), arm=cell.arm, seed=cell.seed, run=run, failure=failure)
 
     def _step(
-        self, command: str, overrides: Sequence[str], name: str, product: Path, *, folder: Path | None = None
+        self,
+        command: str,
+        overrides: Sequence[str],
+        name: str,
+        product: Path,
+        *,
+        folder: Path | None = None,
+        source: Path | None = None,
     ) -> Step:
         marker = Path(self.config.out) / MARKERS / f"{name}.json"
         return Step(
@@ -148,7 +156,7 @@ class Work:
             marker=marker,
             product=product,
             folder=folder,
-            source=None,
+            source=source,
             config_dir=self.config_dir,
         )
 
@@ -178,7 +186,7 @@ def run_all(work: Work, found: Sequence[Group], *, on_start: Callable[[], None])
         slots.put(environment)
     with locked(Path(work.config.out), [group.name for group in found]) as locks:
         on_start()
-        children = Children({})
+        children = Children()
 
         def one(group: Group) -> dict[str, str]:
             environment = slots.get()

@@ -131,7 +131,7 @@ class DecodingCallback(Callback):
             **figures(answer for _, answer, _ in sorted(found, key=lambda item: item[0])),
             **self._speeds(parts),
         }
-        self._log(trainer, module, values)
+        module.log_measured({f"decode/{self.name}/{name}": value for name, value in values.items()})
         if trainer.is_global_zero:
             self._write_samples(trainer, sorted(found, key=lambda item: item[0]))
 
@@ -169,14 +169,6 @@ class DecodingCallback(Callback):
             speeds["tokens_per_second_batch_1"] = sum(answer.tokens for answer in singles) / seconds
             speeds["seconds_per_answer_batch_1"] = seconds / len(singles)
         return speeds
-
-    def _log(self, trainer: L.Trainer, module: Any, values: dict[str, float]) -> None:
-        """To the loggers under the optimizer step, and to the callbacks, for the best checkpoint."""
-        named = {f"decode/{self.name}/{name}": value for name, value in values.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(named, step=trainer.global_step)
-        for name, value in named.items():
-            module.log(name, value, logger=False, sync_dist=False)
 
     def _write_samples(self, trainer: L.Trainer, found: list[tuple[int, Answer, list[Any]]]) -> None:
         """All answers with their step traces as JSON lines, and a few in the loggers."""

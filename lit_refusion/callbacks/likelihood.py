@@ -63,10 +63,7 @@ class LikelihoodCallback(Callback):
                 seed=self.data.seed,
                 max_tokens_per_batch=MAX_TOKENS,
             )
-        value = figures(found)["nats_per_token"]
-        for logger in trainer.loggers:
-            logger.log_metrics({"val/nelbo": value}, step=trainer.global_step)
-        module.log("val/nelbo", value, logger=False, sync_dist=False)
+        module.log_measured({"val/nelbo": figures(found)["nats_per_token"]})
 
 
 def likelihood_callbacks(config: LikelihoodConfig, data: DataModule) -> list[Callback]:

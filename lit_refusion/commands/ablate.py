@@ -21,7 +21,10 @@ FAILED = 1
 
 def run(arguments: argparse.Namespace) -> int:
     """Run what is missing, and write the report; 1 where an arm failed or the comparison is not controlled."""
-    return 0 if compose(arguments) is None else start(arguments.overrides, config_dir=arguments.config_dir)
+    if arguments.show_config:
+        compose(arguments)
+        return 0
+    return start(arguments.overrides, config_dir=arguments.config_dir)
 
 
 def start(overrides: list[str], *, config_dir: str | None) -> int:

@@ -8,11 +8,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 
 from lit_refusion.chat import PromptFormat
 from lit_refusion.commands import compose, counting, harness
+from lit_refusion.console import table_console
 from lit_refusion.decoder import Decoder
 from lit_refusion.engine.forward import ForwardChoice, runs_lean
 from lit_refusion.errors import UserError
@@ -145,9 +145,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _report(settings: EvaluateConfig, results: list[dict[str, Any]]) -> None:
     """Print a table; write and draw a sweep."""
-    console, swept, out = Console(), list(settings.sweep), Path(settings.out)
-    width = console.width if console.is_terminal else 160
-    Console(width=width).print(_table(results, swept))
+    swept, out = list(settings.sweep), Path(settings.out)
+    table_console().print(_table(results, swept))
     if swept:
         write_sweep(out, swept, results)
         for picture in draw_sweep(out, swept, results):

@@ -5,18 +5,19 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lit_refusion.errors import UserError
 from lit_refusion.evaluation.evaluate import RECORDS, RESULT, read_records
-from lit_refusion.new_file import write_file
+from lit_refusion.new_file import read_json, write_file
 from lit_refusion.origin import ORIGIN, read_origin
 
 ARM, ABLATION, CONFIG, METRICS = "arm.json", "ablation.json", "config.json", "metrics.csv"
 ARM_FOLDERS, EVALUATIONS = "arms", "evaluations"
+NOT_RUN = "it has not been run"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ArmRun:
     @property
     def name(self) -> str:
         """With the seed."""
-        return f"{self.arm}-seed{self.seed}"
+        return cell_name(self.arm, self.seed)
 
     @cached_property
     def origin(self) -> dict[str, Any] | None:
@@ -99,6 +100,11 @@ class ArmRun:
         return sum(values) if values else None
 
 
+def cell_name(arm: str, seed: int) -> str:
+    """Of an arm with a seed, and of its folder."""
+    return f"{arm}-seed{seed}"
+
+
 def write_arm(folder: Path, *, arm: str, seed: int, run: str | None, failure: str | None) -> None:
     """Say what an arm's folder is: `run` is the training's folder, seen from there."""
     content = {"arm": arm, "seed": seed, "run": run, "failure": failure}
@@ -122,22 +128,22 @@ def _read(path: Path) -> list[ArmRun]:
     if (path / ABLATION).is_file():
         plan = _json(path / ABLATION)
         cells = [(arm, seed) for arm in plan["arms"] for seed in plan["seeds"]]
-        folders = [path / ARM_FOLDERS / f"{arm}-seed{seed}" for arm, seed in cells]
-        missing = [
-            ArmRun(arm, seed, None, {}, "it has not been run")
-            for (arm, seed), folder in zip(cells, folders, strict=True) if not (folder / ARM).is_file()
-        ]  # fmt: skip
-        return [*(_read_arm(folder) for folder in folders if (folder / ARM).is_file()), *missing]
+        found = [_read_cell(path / ARM_FOLDERS, arm, seed) for arm, seed in cells]
+        return sorted(found, key=lambda run: run.failure == NOT_RUN)
     if (path / ARM).is_file():
         return [_read_arm(path)]
     if (path / ORIGIN).is_file():
         run = ArmRun(path.resolve().name, 0, path, _evaluations(path / EVALUATIONS), None)
-        seed = (run.config or {}).get("seed", 0)
-        return [ArmRun(run.arm, seed, path, run.evaluations, None)]
+        return [replace(run, seed=(run.config or {}).get("seed", 0))]
     raise UserError(
         f"{path}: not the folder of an ablation, of one of its arms, or of a training run (no {ABLATION}, {ARM} or "
         f"{ORIGIN} in it)"
     )
+
+
+def _read_cell(folder: Path, arm: str, seed: int) -> ArmRun:
+    own = folder / cell_name(arm, seed)
+    return _read_arm(own) if (own / ARM).is_file() else ArmRun(arm, seed, None, {}, NOT_RUN)
 
 
 def _read_arm(folder: Path) -> ArmRun:
@@ -155,7 +161,4 @@ def _evaluations(folder: Path) -> dict[str, Evaluated]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot read it: {error}; run what wrote it again") from error
+    return read_json(path, remedy="run what wrote it again")

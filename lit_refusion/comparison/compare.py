@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from lit_refusion.comparison.arm import ABLATION, ArmRun, read_all
@@ -20,6 +19,7 @@ from lit_refusion.comparison.page import render
 from lit_refusion.comparison.plots import draw
 from lit_refusion.comparison.report import score_rows, warnings, write_out
 from lit_refusion.comparison.throughput import THROUGHPUT, MeasureConfig, measure
+from lit_refusion.console import table_console
 from lit_refusion.errors import UserError
 from lit_refusion.new_file import write_file
 
@@ -116,20 +116,16 @@ def compare(config: CompareConfig) -> Outcome:
 
 def _setting(control: Control, names: Sequence[str], baseline: str) -> tuple[str, dict[str, float]] | None:
     """The one setting, a number, that all arms of a study differ in."""
-    found = (*control.intended, *control.allowed)
     varied: dict[str, dict[str, Any]] = {}
-    for item in found:
+    for item in (*control.intended, *control.allowed):
         key = item.key.rpartition(".")[2]
         varied.setdefault(key, {baseline: item.reference})[item.arm] = item.own
-    numbers = {
-        key: values
-        for key, values in varied.items()
-        if set(values) == set(names)
-        and all(isinstance(x, int | float) and not isinstance(x, bool) for x in values.values())
-    }
-    if len(varied) != 1 or len(numbers) != 1 or len(names) < 3:
+    if len(varied) != 1 or len(names) < 3:
         return None
-    key, values = next(iter(numbers.items()))
+    [(key, values)] = varied.items()
+    is_number = all(isinstance(x, int | float) and not isinstance(x, bool) for x in values.values())
+    if set(values) != set(names) or not is_number:
+        return None
     return key.replace("_", " "), {arm: float(value) for arm, value in values.items()}
 
 
@@ -164,11 +160,10 @@ def _csv(rows: Sequence[Score]) -> str:
 
 def _show(runs: Sequence[ArmRun], control: Control, rows: Sequence[Score], out: Path) -> None:
     """The tables in the terminal, what has to be known in front of them."""
-    console = Console()
-    wide = Console(width=console.width if console.is_terminal else 160, highlight=False)
+    console = table_console()
     for text in warnings(runs, control):
         lines = [line.removeprefix(">").strip().replace("**", "") for line in text.split("\n")]
-        wide.print("\n".join(line for line in lines if line), style="bold red", markup=False)
+        console.print("\n".join(line for line in lines if line), style="bold red", markup=False)
     for task in tasks(runs):
         head, *body = score_rows(rows, task)
         table = Table(title=task)
@@ -176,8 +171,7 @@ def _show(runs: Sequence[ArmRun], control: Control, rows: Sequence[Score], out: 
             table.add_column(name, justify="right" if number else "left")
         for row in body:
             table.add_row(*row)
-        wide.print(table)
-    groups = dict.fromkeys(item.key.split(".")[0] for item in control.intended)
+        console.print(table)
     if not control.violations:
-        wide.print(f"controlled: the arms differ only in {', '.join(groups) or 'nothing'}")
-    wide.print(f"report: {out / 'report.html'} and {out / 'report.md'}", soft_wrap=True)
+        console.print(f"controlled: the arms differ only in {control.difference}")
+    console.print(f"report: {out / 'report.html'} and {out / 'report.md'}", soft_wrap=True)

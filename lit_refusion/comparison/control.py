@@ -73,6 +73,11 @@ class Control:
     violations: tuple[Contrast, ...]
     shared: dict[str, Any]
 
+    @property
+    def difference(self) -> str:
+        """What the arms are for, in words: "objective, decoder"."""
+        return ", ".join(dict.fromkeys(item.key.split(".")[0] for item in self.intended)) or "nothing"
+
 
 def check(runs: Sequence[ArmRun], *, baseline: str, allow: Sequence[str]) -> Control:
     """Compare every arm with the baseline, seed by seed.

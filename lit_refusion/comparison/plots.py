@@ -9,6 +9,7 @@ from typing import Any
 
 from lit_refusion.comparison.arm import ArmRun
 from lit_refusion.comparison.figures import Score, arms, tasks
+from lit_refusion.pictures import pyplot, reach, save
 
 MARKERS = "os^Dv<>Pp*"
 DASHES = ("-", "--", ":", "-.")
@@ -25,25 +26,19 @@ def draw(
         scores: their figures.
         setting: what the arms of a study differ in, and its value for each arm; None if it is not one number.
     """
-    try:
-        import matplotlib
-    except ImportError:
+    if pyplot() is None:
         return []
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.style.use("tableau-colorblind10")
     looks = {arm: _look(number) for number, arm in enumerate(arms(runs))}
     found = []
     if any(run.metrics for run in runs):
-        found.append((_save(_draw_losses(runs, looks), folder / "loss.png"), _loss_caption(runs)))
+        found.append((save(_draw_losses(runs, looks), folder / "loss.png"), _loss_caption(runs)))
     for task in tasks(runs):
         own = [score for score in scores if score.task == task]
         name = re.sub(r"[^\w.-]", "_", task, flags=re.ASCII)
         if setting is not None:
-            found.append((_save(_draw_setting(own, setting), folder / f"{name}-setting.png"), f"{task}: {setting[0]}"))
+            found.append((save(_draw_setting(own, setting), folder / f"{name}-setting.png"), f"{task}: {setting[0]}"))
         caption = f"{task}: accuracy against speed. Bars are 95% intervals."
-        found.append((_save(_draw_frontier(own, looks), folder / f"{name}-frontier.png"), caption))
+        found.append((save(_draw_frontier(own, looks), folder / f"{name}-frontier.png"), caption))
     return found
 
 
@@ -143,8 +138,10 @@ def _spread(axes: Any, which: str) -> None:
 
 def _point(axis: Any, place: float, score: Score, look: dict[str, Any]) -> None:
     value = score.score
-    reach = [[100 * max(0.0, value.value - value.low)], [100 * max(0.0, value.high - value.value)]]
-    axis.errorbar([place], [100 * value.value], reach, label=score.arm, capsize=3, ls="none", markersize=7, **look)
+    down, up = reach(value.value, value.low, value.high)
+    axis.errorbar(
+        [place], [100 * value.value], [[down], [up]], label=score.arm, capsize=3, ls="none", markersize=7, **look
+    )
 
 
 def _draw_setting(scores: Sequence[Score], setting: tuple[str, dict[str, float]]) -> Any:
@@ -156,9 +153,8 @@ def _draw_setting(scores: Sequence[Score], setting: tuple[str, dict[str, float]]
     places = [values[score.arm] for score in own]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
     means = [100 * score.score.value for score in own]
-    down = [100 * (score.score.value - score.score.low) for score in own]
-    up = [100 * (score.score.high - score.score.value) for score in own]
-    left.errorbar(places, means, [[max(0.0, x) for x in down], [max(0.0, x) for x in up]], marker="o", capsize=3)
+    bars = zip(*(reach(score.score.value, score.score.low, score.score.high) for score in own))
+    left.errorbar(places, means, list(bars), marker="o", capsize=3)
     left.set_ylabel("accuracy (%), 95% intervals")
     has_speed = all(score.tokens_per_second for score in own)
     if has_speed:
@@ -176,14 +172,3 @@ def _draw_setting(scores: Sequence[Score], setting: tuple[str, dict[str, float]]
             axis.xaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3)
     return figure
-
-
-def _save(figure: Any, path: Path) -> Path:
-    from matplotlib import pyplot as plt
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(path)
-    plt.close(figure)
-    return path

@@ -167,8 +167,7 @@ def cost_rows(costs: Sequence[Cost]) -> Rows:
 
 
 def _control(control: Control, runs: Sequence[ArmRun], baseline: str) -> str:
-    groups = list(dict.fromkeys(item.key.split(".")[0] for item in control.intended))
-    parts = [f"The arms differ {'only ' if not control.violations else ''}in: {', '.join(groups) or 'nothing'}."]
+    parts = [f"The arms differ {'only ' if not control.violations else ''}in: {control.difference}."]
     if control.allowed:
         parts.append("Allowed to differ:\n\n" + "\n".join(f"- {item}" for item in control.allowed))
     parts.append(markdown([["setting", *arms(runs)], *_settings(control.intended, arms(runs), baseline)]))

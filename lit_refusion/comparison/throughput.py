@@ -60,15 +60,14 @@ class _Subject:
     prompts: list[list[int]]
     seed: int
 
-    def timed(self, batch_size: int) -> dict[str, float]:
+    def tokens_per_second(self, batch_size: int) -> float:
         decoder = replace(self.decoder, batch_size=batch_size)
         start = time.perf_counter()
         found = decoder.generate(self.model.backbone, self.prompts, seed=self.seed)
         if self.model.backbone.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        tokens = sum(len(generation.tokens) for generation in found)
-        return {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}
+        return sum(len(generation.tokens) for generation in found) / seconds
 
 
 def measure(
@@ -126,7 +125,7 @@ def _rounds(subjects: dict[str, _Subject], config: MeasureConfig) -> dict[str, A
         repeats: dict[str, list[float]] = {arm: [] for arm in subjects}
         for turn in range(config.repeats + 1):  # the first one warms up
             for arm, subject in subjects.items():
-                speed = subject.timed(size)["tokens_per_second"]
+                speed = subject.tokens_per_second(size)
                 if turn:
                     repeats[arm].append(speed)
         found[str(size)] = {

@@ -15,7 +15,7 @@ from lit_refusion.evaluation.answers import Answer, Examiner
 from lit_refusion.evaluation.meter import figures
 from lit_refusion.evaluation.problem import Problem
 from lit_refusion.generation import Generation
-from lit_refusion.new_file import write_file
+from lit_refusion.new_file import read_json, write_file
 from lit_refusion.resume import describe, flat
 
 RECORDS, RESULT, SETTINGS = "records.jsonl", "result.json", "settings.json"
@@ -171,10 +171,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot read it: {error}; choose another folder") from error
+    return read_json(path, remedy="choose another folder")
 
 
 def _last_session(records: list[dict[str, Any]]) -> int:

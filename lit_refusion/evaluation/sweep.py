@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_refusion.new_file import write_file
+from lit_refusion.pictures import pyplot, reach, save
 
 MARKERS = "os^Dv<>P"
 ACCURACY, SPEED, PASSES = "accuracy", "tokens_per_second", "tokens_per_forward"
@@ -38,16 +39,10 @@ def draw_sweep(folder: Path, names: Sequence[str], results: Sequence[dict[str, A
     Returns:
         The pictures; none without matplotlib.
     """
-    try:
-        import matplotlib
-    except ImportError:
+    if pyplot() is None:
         return []
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.style.use("tableau-colorblind10")
-    pictures = [_save(_draw_setting(name, names, results), folder / f"{name}.png") for name in names]
-    return [*pictures, _save(_draw_frontier(names, results), folder / "frontier.png")]
+    pictures = [save(_draw_setting(name, names, results), folder / f"{name}.png") for name in names]
+    return [*pictures, save(_draw_frontier(names, results), folder / "frontier.png")]
 
 
 def _draw_setting(name: str, names: Sequence[str], results: Sequence[dict[str, Any]]) -> Any:
@@ -108,12 +103,11 @@ def _groups(
     return list(groups.items())
 
 
-def _accuracy(group: Sequence[dict[str, Any]]) -> tuple[list[float], list[list[float]]]:
+def _accuracy(group: Sequence[dict[str, Any]]) -> tuple[list[float], list[tuple[float, ...]]]:
     """Accuracies in percent, and how far their intervals reach down and up."""
     figures = [result["figures"] for result in group]
-    down = [100 * (item[ACCURACY] - item[f"{ACCURACY}_low"]) for item in figures]
-    up = [100 * (item[f"{ACCURACY}_high"] - item[ACCURACY]) for item in figures]
-    return [100 * item[ACCURACY] for item in figures], [[max(0.0, x) for x in down], [max(0.0, x) for x in up]]
+    bars = zip(*(reach(item[ACCURACY], item[f"{ACCURACY}_low"], item[f"{ACCURACY}_high"]) for item in figures))
+    return [100 * item[ACCURACY] for item in figures], list(bars)
 
 
 def _speed(result: dict[str, Any]) -> float:
@@ -121,11 +115,3 @@ def _speed(result: dict[str, Any]) -> float:
     figures = result["figures"]
     batched = next(value for key, value in figures.items() if key.startswith(f"{SPEED}_batch"))
     return figures.get(f"{SPEED}_batch_1", batched)
-
-
-def _save(figure: Any, path: Path) -> Path:
-    from matplotlib import pyplot as plt
-
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path

@@ -13,9 +13,9 @@ from lit_refusion.backbone import Backbone
 from lit_refusion.engine import graphs
 from lit_refusion.engine.forward import ModuleForward, plain_forward
 from lit_refusion.engine.graphs import GraphedForward
-from lit_refusion.engine.queries import Queries
 from tests.conftest import ARCHITECTURES, confident_backbone, random_prompts
-from tests.engine.test_lean import CAPACITY, PRESETS, cache_of, make, preset, request
+from tests.engine.test_graphs import assert_same_passes
+from tests.engine.test_lean import PRESETS, cache_of, make, preset
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -37,17 +37,8 @@ def test_replays_equal_the_module(architecture: str) -> None:
     caches = cache_of(backbone), cache_of(backbone)
     module, lean = ModuleForward(backbone, caches[0]), plain_forward(backbone, caches[1], is_shared=False)
     assert isinstance(lean, GraphedForward)
-    starts = np.zeros(3, int)
-    with torch.inference_mode():
-        for lengths in ([9, 4, 6], [5, 7, 3], [7, 6, 5], [6, 8, 4], [1, 1, 1], [1, 1, 1], [1, 1, 1]):
-            requests = [request(length, int(start), rng=rng) for length, start in zip(lengths, starts)]
-            queries = Queries.joined(requests, mask_token_id=backbone.mask_token_id, capacity=CAPACITY)
-            (expected, ours), (found, theirs) = module(queries, [0, 1, 2]), lean(queries, [0, 1, 2])
-            for length, one, two in zip(lengths, ours, theirs):
-                torch.testing.assert_close(
-                    found[two : two + length], expected[one : one + length], rtol=1e-3, atol=1e-4
-                )
-            starts += lengths
+    passes = [[9, 4, 6], [5, 7, 3], [7, 6, 5], [6, 8, 4], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
+    assert_same_passes(backbone, module, lean, passes=passes, rng=rng, rtol=1e-3, atol=1e-4)
     assert len(lean.graphs) == 2
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.engine import graphs, scheduler
+from lit_refusion.engine.forward import Forward
 from lit_refusion.engine.graphs import GraphedForward, Pass
 from lit_refusion.engine.lean import LeanForward
 from lit_refusion.engine.queries import Queries
@@ -37,6 +38,30 @@ def kept(step: Pass) -> Pass:
     return replay
 
 
+def assert_same_passes(
+    backbone: Backbone,
+    reference: Forward,
+    other: Forward,
+    *,
+    passes: list[list[int]],
+    rng: np.random.Generator,
+    rtol: float,
+    atol: float,
+) -> None:
+    """Passes one after the other with so many queries in each of three rows; the hidden states agree."""
+    starts = np.zeros(3, int)
+    with torch.inference_mode():
+        for lengths in passes:
+            requests = [request(length, int(start), rng=rng) for length, start in zip(lengths, starts)]
+            queries = Queries.joined(requests, mask_token_id=backbone.mask_token_id, capacity=CAPACITY)
+            (expected, ours), (found, theirs) = reference(queries, [0, 1, 2]), other(queries, [0, 1, 2])
+            for length, one, two in zip(lengths, ours, theirs):
+                torch.testing.assert_close(
+                    found[two : two + length], expected[one : one + length], rtol=rtol, atol=atol
+                )
+            starts += lengths
+
+
 @pytest.mark.parametrize("joins_groups", [False, True])
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_bucketed_equals_unbucketed(architecture: str, joins_groups: bool) -> None:
@@ -46,17 +71,8 @@ def test_bucketed_equals_unbucketed(architecture: str, joins_groups: bool) -> No
     lean, inner = (LeanForward(backbone, cache) for cache in caches)
     lean.joins_groups = inner.joins_groups = joins_groups
     graphed = GraphedForward(inner, capture=kept)
-    starts = np.zeros(3, int)
-    with torch.inference_mode():
-        for lengths in ([9, 4, 6], [5, 7, 3], [7, 6, 5], [1, 1, 1], [1, 1, 1], [1, 1, 1]):
-            requests = [request(length, int(start), rng=rng) for length, start in zip(lengths, starts)]
-            queries = Queries.joined(requests, mask_token_id=backbone.mask_token_id, capacity=CAPACITY)
-            (expected, ours), (found, theirs) = lean(queries, [0, 1, 2]), graphed(queries, [0, 1, 2])
-            for length, one, two in zip(lengths, ours, theirs):
-                torch.testing.assert_close(
-                    found[two : two + length], expected[one : one + length], rtol=1e-4, atol=1e-5
-                )
-            starts += lengths
+    passes = [[9, 4, 6], [5, 7, 3], [7, 6, 5], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
+    assert_same_passes(backbone, lean, graphed, passes=passes, rng=rng, rtol=1e-4, atol=1e-5)
     assert {size[:2] for size in graphed.graphs} == {(3, 8), (3, 1)}
     stored, wanted = (cache.buffer[:, :, :, :CAPACITY] for cache in caches)
     torch.testing.assert_close(stored, wanted, rtol=1e-4, atol=1e-5)
