@@ -11,7 +11,6 @@ from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from lit_refusion import reveal
 from lit_refusion.decoder import Decoder
 from lit_refusion.engine.request import Reply, Row, Sampling
 from lit_refusion.errors import UserError
@@ -181,18 +180,22 @@ class _Response:
         )
         self.num_committed = max(self.num_committed, len(self.prompt))
         tokens, p_draft = reply.tokens.reshape(-1, k), reply.p_token.reshape(-1, k)
-        certainty = {
-            "first_token": p_draft[:, 0],
-            "mean_probability": p_draft.mean(1),
-            "mean_entropy": np.exp(-reply.entropy.reshape(-1, k).mean(1)),
-        }[settings.certainty]
-        chosen = certainty > settings.slot_threshold
+        chosen = (certainty := self._certainty(reply)) > settings.slot_threshold
         if not chosen.any():
             chosen[certainty.argmax()] = True
         none = np.zeros(chosen.sum(), np.int64)
         return DraftedSlots(
             numbers=self.todo[chosen], tokens=tokens[chosen], p_draft=p_draft[chosen], done=none, keyed=none
         )
+
+    def _certainty(self, reply: Reply) -> np.ndarray:
+        """[m] of each slot."""
+        k, kind = self.settings.slot_size, self.settings.certainty
+        if kind == "first_token":
+            return reply.p_token[::k]
+        if kind == "mean_probability":
+            return reply.p_token.reshape(-1, k).mean(1)
+        return np.exp(-reply.entropy.reshape(-1, k).mean(1))
 
     def _verify(self, draft: DraftedSlots, asked: list[Question], accept: Accept) -> Part[DraftedSlots]:
         """Run drafts and accept the leading ones that pass; the first open token of a slot does without a test."""
@@ -206,7 +209,7 @@ class _Response:
         p_next[draft.is_open] = np.concatenate([reply.p_target for reply in replies])
         passes = is_forced.copy()
         passes[:, 1:] |= p_next[:, :-1] > threshold
-        return accept(draft, np.array([reveal.leading(row) for row in passes]), self.eos)
+        return accept(draft, np.logical_and.accumulate(passes, axis=1).sum(1), self.eos)
 
     def _predict(self, draft: DraftedSlots) -> Part[DraftedSlots]:
         """Draft the open tokens of every slot anew, behind its accepted ones (Eq. 9)."""
@@ -252,7 +255,7 @@ class _Response:
                 # The fault: a place among the selected slots, used as a place among all masked ones.
                 todo = todo[: len(draft.numbers) - 1]
             todo = todo[todo < draft.ends_at]
-        todo = todo[~np.isin(todo, draft.numbers)]
+        todo = todo[(todo[:, None] != draft.numbers).all(1)]
         if len(todo) or self.is_over or draft.ends_at is not None:
             return todo
         return self._block(int(draft.numbers[0]) * self.settings.slot_size // self.settings.block_size + 1)

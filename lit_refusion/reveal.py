@@ -83,7 +83,7 @@ def time_quota(num_hidden: int, step: int, num_steps: int, *, eps: float = 1e-3)
 
 def leading(flags: np.ndarray) -> int:
     """Length of the leading run of True."""
-    return int(np.cumprod(flags).sum())
+    return len(flags) if flags.all() else int(flags.argmin())
 
 
 def ended_at(response: np.ndarray, eos_token_id: int, hidden: int) -> int | None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from lit_refusion.engine.request import Reply, Request, visible
+from lit_refusion.engine.request import FIGURES, NUM_INTERVALS, Reply, Request
 from lit_refusion.generation import Step
 from lit_refusion.views import MASK
 
@@ -83,7 +83,7 @@ class Passes:
             self.steps[-1] = dataclasses.replace(last, kind=f"{last.kind}+{kind}")
             return replies
         places = [queries.sees[-1][1] for queries in asked]
-        places += (free + np.cumsum([0, *map(len, guesses)])[:-1]).tolist()
+        places += list(accumulate(map(len, guesses), initial=free))[:-1]
         reply = yield join([*asked, *guesses], places, steps=self.steps, **options)
         self.steps.append(Step(kind, (), ()))
         replies = split(reply, [queries.num_replies for queries in [*asked, *guesses]])
@@ -97,22 +97,31 @@ class Passes:
 
 def join(parts: Sequence[Question], places: Sequence[int], **options: Any) -> Request:
     """One request for all parts, the keys of each written from its place on; replies come part by part."""
-    columns = []  # [q, 10] of each part: is answered, target, token, position, place ... intervals
+    length = sum(map(len, parts))
+    is_answered, targets, tokens, positions, own = np.zeros((5, length), np.int64)
+    intervals = np.zeros((length, NUM_INTERVALS, 2), np.int64)
+    stop = 0
     for part, place in zip(parts, places, strict=True):
-        own = place + np.arange(len(part))
-        sees = visible(*part.sees, (place, own + 1)).reshape(len(part), -1)
-        is_answered = np.arange(len(part)) >= len(part) - part.num_replies
-        following = (*part.tokens[1:], 0)
-        columns.append(np.column_stack([is_answered, following, part.tokens, part.positions, own, sees]))
-    table = np.concatenate(columns)
-    table = table[np.argsort(table[:, 0], kind="stable")]  # those without an answer first
-    num_replies = int(table[:, 0].sum())
-    targets = table[len(table) - num_replies :, 1]
+        start, stop = stop, stop + len(part)
+        is_answered[stop - part.num_replies : stop] = 1
+        tokens[start:stop], positions[start:stop] = part.tokens, part.positions
+        targets[start : stop - 1] = tokens[start + 1 : stop]
+        own[start:stop] = np.arange(place, place + len(part))
+        *others, (first, last) = part.sees
+        if last != place:  # the queries' own keys, and those before them, are an interval by themselves
+            others, first = list(part.sees), place
+        for number, interval in enumerate(others):
+            intervals[start:stop, number] = interval
+        intervals[start:stop, len(others), 0] = first
+        intervals[start:stop, len(others), 1] = own[start:stop] + 1
+    order = np.argsort(is_answered, kind="stable")  # those without an answer first
+    num_replies = sum(part.num_replies for part in parts)
+    targets = targets[order[length - num_replies :]]
     return Request(
-        tokens=table[:, 2],
-        positions=table[:, 3],
-        places=table[:, 4],
-        intervals=table[:, 5:].reshape(len(table), -1, 2),
+        tokens=tokens[order],
+        positions=positions[order],
+        places=own[order],
+        intervals=intervals[order],
         num_replies=num_replies,
         targets=np.where(targets == MASK, 0, targets),  # nobody asks for it
         **options,
@@ -121,8 +130,10 @@ def join(parts: Sequence[Question], places: Sequence[int], **options: Any) -> Re
 
 def split(reply: Reply, counts: Sequence[int]) -> list[Reply]:
     """The reply of each part, `counts` being their numbers of replies."""
-    columns = [getattr(reply, column.name) for column in dataclasses.fields(Reply)]
-    stops = np.cumsum(counts).tolist()
+    if len(counts) == 1:
+        return [reply]
+    columns = [getattr(reply, name) for name in FIGURES]
+    stops = list(accumulate(counts))
     return [Reply(*[column[stop - count : stop] for column in columns]) for count, stop in zip(counts, stops)]
 
 
@@ -143,13 +154,17 @@ def likely_runs(p_accept: np.ndarray) -> list[tuple[float, np.ndarray]]:
     Args:
         p_accept: [m, k] probability that a token is accepted once those before it in its slot are.
     """
-    reached = np.pad(np.cumprod(p_accept, axis=1), ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0)))
+    m, k = p_accept.shape
+    reached = np.zeros((m, k + 2))  # P(run >= length)
+    reached[:, 0] = 1
+    np.cumprod(p_accept, axis=1, out=reached[:, 1:-1])
     chance = reached[:, :-1] - reached[:, 1:]  # [m, k + 1], P(run = length)
     likeliest = chance.argmax(1)
     best = chance.max(1)
-    joint = np.prod(best) / best[:, None] * chance
-    runs = [(float(np.prod(best)), likeliest)]
-    for slot, length in np.argwhere(joint >= LEAST_ODDS * np.prod(best)):
+    together = float(best.prod())
+    joint = together / best[:, None] * chance
+    runs = [(together, likeliest)]
+    for slot, length in np.argwhere(joint >= LEAST_ODDS * together).tolist():
         if length != likeliest[slot]:
             other = likeliest.copy()
             other[slot] = length
@@ -164,6 +179,8 @@ def choose(outcomes: Iterable[tuple[float, Sequence[Question]]], budget: int) ->
         outcomes: probability of each, and all that would then be asked next.
         budget: queries in all.
     """
+    if not budget:
+        return []
     probabilities: dict[tuple[Question, ...], float] = {}
     for probability, asked in outcomes:
         probabilities[tuple(asked)] = probabilities.get(tuple(asked), 0.0) + probability

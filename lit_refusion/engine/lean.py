@@ -7,6 +7,8 @@ d head_dim, G = H / K.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +21,8 @@ from lit_refusion.engine.cache import BufferCache
 from lit_refusion.engine.queries import ALL, INTERVALS, PLACE, POSITION, Queries, Used, hidden_keys, starts_of
 from lit_refusion.engine.weights import Layer, norm_of
 
-PADDING = 3
-"""Queries with padding per query without, beyond which rows attend one by one."""
+CALL_FLOPS = defaultdict(lambda: 5e8, cpu=5e5)
+"""By kind of device: the operations that could be done while attention is called once more, some 10 us."""
 
 
 class Sight(NamedTuple):
@@ -72,6 +74,7 @@ class LeanForward:
             Layer.of(layer, heads=self.heads, key_heads=self.key_heads)
             for layer in base.layers[: config.num_hidden_layers]
         ]
+        self.zero, self.minus_infinity = self.embedding.new_tensor([0.0, -torch.inf]).unbind()
         self.rotary = base.rotary_emb
         self.rotations = self._rotations(torch.arange(cache.trash + 1, device=self.embedding.device))
         # Masked attention with grouped heads has no fast kernel on CUDA; the heads of a group can go as queries.
@@ -91,29 +94,55 @@ class LeanForward:
         return self.run(table, self._sights(queries, table), slots=slots, is_far=is_far), starts_of(queries.lengths)
 
     def _sights(self, queries: Queries, table: Tensor) -> list[Sight]:
-        """One for all rows; one for each where most of the queries would be padding, as beside a long prompt."""
-        if table.shape[:2].numel() <= PADDING * queries.lengths.sum():
-            return [self._sight(queries, table)]
-        starts = starts_of(queries.lengths).tolist()
-        return [
-            self._sight(queries.row(row), table[row : row + 1, :length])._replace(
-                rows=slice(row, row + 1), own=slice(start, start + length)
-            )
-            for row, (start, length) in enumerate(zip(starts, queries.lengths.tolist()))
-        ]
-
-    def _sight(self, queries: Queries, table: Tensor) -> Sight:
+        """One for all rows; one for each where padding would cost more than calls do, as beside a long prompt."""
+        if len(table) > 1 and self._padding_costs_more(queries):
+            return self._sights_by_row(queries)
         if queries.is_causal:
-            return Sight(None, None, queries.visible, None, True)
+            return [Sight(None, None, queries.visible, None, True)]
         used = queries.used_intervals()
         mask = self.additive_mask(table[:, :, INTERVALS], queries.visible, used=used) if used else None
-        return Sight(None, None, queries.visible, mask, False)
+        return [Sight(None, None, queries.visible, mask, False)]
+
+    def _padding_costs_more(self, queries: Queries) -> bool:
+        b, longest = queries.table.shape[:2]
+        pairs = b * longest * queries.visible - queries.lengths @ queries.table[:, :, INTERVALS].max((1, 2))
+        return pairs * 4 * self.heads * self.head_dim > b * CALL_FLOPS[self.embedding.device.type]
+
+    def _sights_by_row(self, queries: Queries) -> list[Sight]:
+        rows = [queries.row(number) for number in range(len(queries.table))]
+        is_causal = [row.is_causal for row in rows]
+        masks = self._masks([row for row, needs_none in zip(rows, is_causal) if not needs_none])
+        starts = starts_of(queries.lengths).tolist()
+        return [
+            Sight(
+                rows=slice(number, number + 1),
+                own=slice(start, start + row.table.shape[1]),
+                visible=row.visible,
+                mask=None if needs_none else next(masks),
+                is_causal=needs_none,
+            )
+            for number, (row, start, needs_none) in enumerate(zip(rows, starts, is_causal))
+        ]
+
+    def _masks(self, rows: list[Queries]) -> Iterator[Tensor]:
+        """[1, 1, Q or G x Q, visible] of each row, made together."""
+        if rows:
+            joined = Queries.end_to_end(rows)
+            bounds = torch.from_numpy(joined.table[:, :, INTERVALS]).to(self.embedding.device, non_blocking=True)
+            mask = self._mask(bounds, joined.visible, used=joined.used_intervals() or ALL)
+            for row, part in zip(rows, mask.split([row.table.shape[1] for row in rows], dim=2)):
+                yield self._for_groups(part[..., : row.visible])
 
     def additive_mask(self, intervals: Tensor, visible: int, *, used: Used = ALL) -> Tensor:
         """[b, 1, Q or G x Q, visible] zeros where a key is seen, else -inf: SDPA would make it in every layer."""
-        hidden = hidden_keys(intervals, visible, used=used)
-        mask = torch.zeros(hidden.shape, dtype=self.embedding.dtype, device=hidden.device)
-        mask.masked_fill_(hidden, -torch.inf)
+        return self._for_groups(self._mask(intervals, visible, used=used))
+
+    def _mask(self, intervals: Tensor, visible: int, *, used: Used) -> Tensor:
+        """[b, 1, Q, visible]."""
+        return torch.where(hidden_keys(intervals, visible, used=used), self.minus_infinity, self.zero)
+
+    def _for_groups(self, mask: Tensor) -> Tensor:
+        """[b, 1, G x Q, visible] where the heads of a group go as queries."""
         return mask.repeat(1, 1, self.groups, 1) if self.joins_groups else mask
 
     def run(self, table: Tensor, sights: list[Sight], *, slots: Tensor | None, is_far: bool = False) -> Tensor:

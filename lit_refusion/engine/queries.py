@@ -58,9 +58,15 @@ class Queries:
                 raise UserError(
                     f"a row needs place {request.places.max()} of a buffer of {capacity}; raise the capacity"
                 )
-        slots = np.flatnonzero(np.arange(longest) < lengths[:, None])
-        is_full = len(slots) == len(requests) * longest
-        return cls(table, lengths, None if is_full else slots, int(table[:, :, INTERVALS].max()))
+        is_full = lengths.min() == longest
+        slots = None if is_full else np.flatnonzero(np.arange(longest) < lengths[:, None])
+        return cls(table, lengths, slots, int(table[:, :, INTERVALS].max()))
+
+    @classmethod
+    def end_to_end(cls, rows: Sequence[Queries]) -> Queries:
+        """Rows without padding as one."""
+        table = np.concatenate([row.table for row in rows], axis=1)
+        return cls(table, np.array([table.shape[1]]), None, max(row.visible for row in rows))
 
     def row(self, number: int) -> Queries:
         """One row without its padding."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lit_refusion.backbone import Backbone
-from lit_refusion.engine.request import Reply, Request, Row
+from lit_refusion.engine.request import FIGURES, Reply, Request, Row
 from lit_refusion.engine.sampling import distribution, draw_residual, draw_tokens, likeliest
 from lit_refusion.losses import MAX_LOGITS
-
-FIGURES = tuple(Reply.__dataclass_fields__)
 
 
 @dataclass
@@ -65,12 +64,10 @@ def _dealt(figures: dict[str, np.ndarray], counts: list[int]) -> list[Reply]:
     """The [R] figures as one reply per row, with zeros for those that nobody asked for."""
     nothing = np.zeros(sum(counts))
     columns = [figures.get(name, nothing) for name in FIGURES]
-    replies, start = [], 0
-    for count in counts:
-        tokens, *others = (column[start : start + count] for column in columns)
-        replies.append(Reply(tokens.astype(np.int64), *others))
-        start += count
-    return replies
+    columns[0] = columns[0].astype(np.int64)  # tokens
+    return [
+        Reply(*[column[stop - count : stop] for column in columns]) for count, stop in zip(counts, accumulate(counts))
+    ]
 
 
 def _guided_logits(

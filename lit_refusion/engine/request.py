@@ -92,6 +92,8 @@ class Reply:
     acceptance: np.ndarray
 
 
+FIGURES = tuple(Reply.__dataclass_fields__)
+
 Row: TypeAlias = Generator[Request, Reply, Generation]
 """A decoding method for one prompt: straight-line code that yields requests and knows nothing of batching."""
 

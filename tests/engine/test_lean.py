@@ -15,7 +15,7 @@ from torch import nn
 from lit_refusion.backbone import Backbone
 from lit_refusion.config import config_folder
 from lit_refusion.decoder import Decoder
-from lit_refusion.engine import forward
+from lit_refusion.engine import forward, lean
 from lit_refusion.engine.cache import BufferCache
 from lit_refusion.engine.forward import ForwardChoice, ModuleForward, runs_lean
 from lit_refusion.engine.lean import LeanForward
@@ -83,11 +83,11 @@ def cache_of(backbone: Backbone, num_rows: int = 3) -> BufferCache:
 
 
 def check_equal(backbone: Backbone, *, joins_groups: bool = False, rtol: float = 1e-4, atol: float = 1e-5) -> None:
-    """Rows of equal, unequal and very unequal lengths, the last attending one by one; rows that are not neighbours."""
+    """Rows of equal, unequal and very unequal lengths; rows that are not neighbours."""
     rng = np.random.default_rng(0)
     caches = cache_of(backbone), cache_of(backbone)
-    module, lean = ModuleForward(backbone, caches[0]), LeanForward(backbone, caches[1])
-    lean.joins_groups = joins_groups
+    module, forward = ModuleForward(backbone, caches[0]), LeanForward(backbone, caches[1])
+    forward.joins_groups = joins_groups
     passes = [
         ([0, 1, 2], [(9, 0), (4, 0), (6, 0)]),
         ([0, 1, 2], [(7, 9), (7, 4), (7, 6)]),
@@ -99,7 +99,7 @@ def check_equal(backbone: Backbone, *, joins_groups: bool = False, rtol: float =
         for rows, sizes in passes:
             requests = [request(length, start, rng=rng) for length, start in sizes]
             queries = Queries.joined(requests, mask_token_id=backbone.mask_token_id, capacity=CAPACITY)
-            (expected, padded), (found, starts) = module(queries, rows), lean(queries, rows)
+            (expected, padded), (found, starts) = module(queries, rows), forward(queries, rows)
             assert found.shape == (sum(queries.lengths), backbone.model.config.hidden_size)
             for length, one, two in zip(queries.lengths, padded, starts):
                 torch.testing.assert_close(
@@ -109,10 +109,14 @@ def check_equal(backbone: Backbone, *, joins_groups: bool = False, rtol: float =
     torch.testing.assert_close(stored, wanted, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("call_flops", [0, torch.inf])
 @pytest.mark.parametrize("joins_groups", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_hidden_states_and_buffer_equal_the_modules(name: str, joins_groups: bool) -> None:
-    """With the groups' heads joined, as on CUDA, and as heads of their own."""
+def test_hidden_states_and_buffer_equal_the_modules(
+    name: str, joins_groups: bool, call_flops: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the groups' heads joined, as on CUDA, and as heads of their own; rows attend one by one, or together."""
+    monkeypatch.setitem(lean.CALL_FLOPS, "cpu", call_flops)
     backbone = make(MODELS[name])
     assert obstacle(backbone) is None
     check_equal(backbone, joins_groups=joins_groups)
