@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lit_refusion.attention import Attention, AttentionBackend, kernel_arguments
 from lit_refusion.context import Context, Prefix, Recording
 from lit_refusion.errors import UserError
-from lit_refusion.losses import LossKernel, fused_cross_entropy, token_cross_entropy
+from lit_refusion.losses import LossKernel, fastest_kernel, fused_cross_entropy, token_cross_entropy
 from lit_refusion.mask_token import choose_mask_token, must_grow
 from lit_refusion.model_loading import load_pretrained, make_fresh
 from lit_refusion.sharded_loading import skeleton, weight_files
@@ -39,7 +39,8 @@ class BackboneConfig:
         init_seed: seed of the fresh weights.
         mask_token_id: null to use the tokenizer's, else a spare row.
         attention: attention kernel; sdpa runs anywhere.
-        cross_entropy: kernel of head and loss; chunked runs anywhere, liger is an extra for CUDA.
+        cross_entropy: kernel of head and loss; auto takes the faster of chunked and torch, chunked runs anywhere, torch
+            needs torch 2.13, liger is an extra for CUDA.
         compile: compile the decoder layers (torch.compile) for training; costs a minute at the start.
         gradient_checkpointing: trade one more forward pass for activation memory.
         trust_remote_code: run code from the model's repository; only for repositories you trust.
@@ -134,7 +135,7 @@ class Backbone(nn.Module):
         self.model = model
         self.mask_token_id, self._eos_token_id = mask_token_id, eos_token_id
         self.attention_backend = attention
-        self.loss_kernel: LossKernel = "chunked"
+        self.loss_kernel: LossKernel = "auto"
         # Rows of the tables, before they grew for [MASK].
         self.num_trained_rows = num_trained_rows or model.config.vocab_size
         self.weight_files: list[Path] = []  # of a model whose weights the strategy still has to read
@@ -307,10 +308,13 @@ class Backbone(nn.Module):
 
     def token_cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """[M] cross-entropies of [M, D] hidden states against [M] targets, by the kernel that was chosen."""
-        if self.loss_kernel == "chunked":
-            return token_cross_entropy(self.logits, hidden, targets, vocab_size=self.vocab_size)
         head: Any = self.model.get_output_embeddings()
-        return fused_cross_entropy(head, hidden, targets, kernel=self.loss_kernel)
+        kernel = self.loss_kernel
+        if kernel == "auto":
+            kernel = fastest_kernel(head, hidden, vocab_size=self.vocab_size)
+        if kernel == "chunked":
+            return token_cross_entropy(self.logits, hidden, targets, vocab_size=self.vocab_size)
+        return fused_cross_entropy(head, hidden, targets, kernel=kernel)
 
 
 def _eos_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int | None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_refusion.errors import UserError
 
-LossKernel = Literal["chunked", "torch", "liger"]
+LossKernel = Literal["auto", "chunked", "torch", "liger"]
 
 MAX_LOGITS = 2**24
 """Logit elements that exist at a time (fp32: 64 MiB); a chunk has MAX_LOGITS // V rows."""
@@ -41,6 +41,13 @@ def token_cross_entropy(
     if len(hidden) <= rows_per_chunk:
         return chunk_loss(hidden, targets)
     return torch.cat([checkpoint(chunk_loss, rows, labels, use_reentrant=False) for rows, labels in chunks])
+
+
+def fastest_kernel(head: nn.Module, hidden: Tensor, *, vocab_size: int) -> LossKernel:
+    """What "auto" stands for: "torch" where it was measured to be faster: on a CPU, for more logits than a chunk."""
+    needs_chunks = len(hidden) * vocab_size > MAX_LOGITS
+    has_kernel = hasattr(F, "linear_cross_entropy") and type(head) is nn.Linear
+    return "torch" if needs_chunks and has_kernel and hidden.is_cpu else "chunked"
 
 
 def fused_cross_entropy(head: nn.Linear, hidden: Tensor, targets: Tensor, *, kernel: LossKernel) -> Tensor:

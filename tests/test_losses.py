@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lit_refusion import losses
+from lit_refusion.backbone import Backbone
 from lit_refusion.errors import UserError
-from lit_refusion.losses import fused_cross_entropy, token_cross_entropy
+from lit_refusion.losses import fastest_kernel, fused_cross_entropy, token_cross_entropy
 from tests.conftest import REPOSITORY
 
 
@@ -80,6 +81,28 @@ def test_a_head_with_a_bias_has_it_in_the_fused_kernels_too() -> None:
     _, hidden, targets, _ = make_inputs(6, 11)
     head = nn.Linear(8, 11)
     torch.testing.assert_close(fused(head, hidden, targets), plain(head, hidden, targets))
+
+
+def test_torchs_kernel_is_taken_where_one_chunk_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "MAX_LOGITS", 20 * 37)
+    head, hidden, _, _ = make_inputs(21, 37)
+    assert fastest_kernel(head, hidden, vocab_size=37) == "torch"
+    assert fastest_kernel(head, hidden[:20], vocab_size=37) == "chunked"
+    assert fastest_kernel(head, hidden.to("meta"), vocab_size=37) == "chunked"
+    assert fastest_kernel(nn.Sequential(head), hidden, vocab_size=37) == "chunked"
+    monkeypatch.delattr(F, "linear_cross_entropy")
+    assert fastest_kernel(head, hidden, vocab_size=37) == "chunked"
+
+
+@pytest.mark.parametrize("max_logits", [2**24, 100])
+def test_a_model_with_the_fastest_kernel_has_the_plain_loss(
+    max_logits: int, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "MAX_LOGITS", max_logits)
+    model, hidden = backbone.model, torch.randn(9, backbone.model.config.hidden_size)
+    targets = torch.arange(9)
+    expected = plain(model.get_output_embeddings(), hidden, targets)
+    torch.testing.assert_close(backbone.token_cross_entropy(hidden, targets), expected)
 
 
 def test_a_kernel_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
