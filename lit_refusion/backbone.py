@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lit_refusion.attention import Attention, AttentionBackend, kernel_arguments
 from lit_refusion.context import Context, Prefix, Recording
 from lit_refusion.errors import UserError
-from lit_refusion.losses import LossKernel, fastest_kernel, fused_cross_entropy, token_cross_entropy
+from lit_refusion.losses import LossKernel, cross_entropy
 from lit_refusion.mask_token import choose_mask_token, must_grow
 from lit_refusion.model_loading import load_pretrained, make_fresh
 from lit_refusion.sharded_loading import skeleton, weight_files
@@ -309,12 +309,7 @@ class Backbone(nn.Module):
     def token_cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """[M] cross-entropies of [M, D] hidden states against [M] targets, by the kernel that was chosen."""
         head: Any = self.model.get_output_embeddings()
-        kernel = self.loss_kernel
-        if kernel == "auto":
-            kernel = fastest_kernel(head, hidden, vocab_size=self.vocab_size)
-        if kernel == "chunked":
-            return token_cross_entropy(self.logits, hidden, targets, vocab_size=self.vocab_size)
-        return fused_cross_entropy(head, hidden, targets, kernel=kernel)
+        return cross_entropy(head, hidden, targets, kernel=self.loss_kernel, vocab_size=self.vocab_size)
 
 
 def _eos_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int | None:

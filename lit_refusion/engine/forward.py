@@ -47,25 +47,26 @@ class ModuleForward:
         return hidden.flatten(0, 1), starts_of(np.full(*queries.table.shape[:2]))
 
 
-def plain_forward(backbone: Backbone, cache: BufferCache, *, is_shared: bool) -> Forward:
-    """What runs plain passes.
+def fastest_forward(backbone: Backbone, cache: BufferCache, *, is_shared: bool, adapted: bool = False) -> Forward:
+    """What runs the passes of a decoding.
 
     Args:
         backbone: the model, with its `forward_choice`.
         cache: the buffer.
+        adapted: whether they go through an adapter.
         is_shared: whether ranks share the model out, so that weights are whole inside its own forward only.
 
     Raises:
         UserError: the lean forward was asked for and cannot be had.
     """
-    if not runs_lean(backbone, is_shared=is_shared):
-        return ModuleForward(backbone, cache)
-    lean = LeanForward(backbone, cache)
+    if not runs_lean(backbone, is_shared=is_shared, adapted=adapted):
+        return ModuleForward(backbone, cache, adapted=adapted)
+    lean = LeanForward(backbone, cache, adapted=adapted)
     return GraphedForward(lean) if backbone.device.type == "cuda" else lean
 
 
-def runs_lean(backbone: Backbone, *, is_shared: bool = False) -> bool:
-    """Whether plain passes would go through the lean forward, as things are.
+def runs_lean(backbone: Backbone, *, is_shared: bool = False, adapted: bool = False) -> bool:
+    """Whether passes would go through the lean forward, as things are.
 
     Raises:
         UserError: it was asked for and cannot be had.
@@ -77,7 +78,7 @@ def runs_lean(backbone: Backbone, *, is_shared: bool = False) -> bool:
     elif torch.is_autocast_enabled(backbone.device.type):
         reason = "autocast is on"
     else:
-        reason = obstacle(backbone)
+        reason = obstacle(backbone, adapted=adapted)
     if reason is not None and backbone.forward_choice == "lean":
         raise UserError(f"forward=lean: it would not do what the module does: {reason}; use forward=auto")
     return reason is None

@@ -58,9 +58,10 @@ class LeanForward:
     Args:
         backbone: a model for which `obstacle` is None.
         cache: the buffer.
+        adapted: whether it runs the passes of an adapter.
     """
 
-    def __init__(self, backbone: Backbone, cache: BufferCache) -> None:
+    def __init__(self, backbone: Backbone, cache: BufferCache, *, adapted: bool = False) -> None:
         base: Any = backbone.model.base_model
         attention, config = base.layers[0].self_attn, base.config
         self.cache = cache
@@ -71,7 +72,7 @@ class LeanForward:
         self.scaling = attention.scaling
         self.embedding, self.norm = base.embed_tokens.weight.detach(), norm_of(base.norm)
         self.layers = [
-            Layer.of(layer, heads=self.heads, key_heads=self.key_heads)
+            Layer.of(layer, heads=self.heads, key_heads=self.key_heads, adapted=adapted)
             for layer in base.layers[: config.num_hidden_layers]
         ]
         self.zero, self.minus_infinity = self.embedding.new_tensor([0.0, -torch.inf]).unbind()

@@ -31,8 +31,8 @@ OTHER_PARTS = {
 """Classes that do just what their name says."""
 
 
-def obstacle(backbone: Backbone) -> str | None:
-    """Why the lean forward would not do what the module does, or None."""
+def obstacle(backbone: Backbone, *, adapted: bool = False) -> str | None:
+    """Why the lean forward would not do what the module does in plain or adapted passes, or None."""
     config, base = backbone.model.config, backbone.model.base_model
     if config.model_type not in FAMILIES:
         return f"model type '{config.model_type}' is none of {', '.join(FAMILIES)}"
@@ -40,7 +40,7 @@ def obstacle(backbone: Backbone) -> str | None:
         return f"it has layers of type '{other.pop()}'"
     place = f"transformers.models.{config.model_type}.modeling_{config.model_type}.{FAMILIES[config.model_type]}"
     known = {f"{place}{part}" for part in PARTS} | OTHER_PARTS
-    for name, module in _plain_modules(base, ""):
+    for name, module in _modules_of_pass(base, "", adapted=adapted):
         if reason := _oddity(module, known, backbone):
             return f"{name or 'the model'} {reason}"
     rotary: Any = base.rotary_emb
@@ -51,12 +51,14 @@ def obstacle(backbone: Backbone) -> str | None:
     return None
 
 
-def _plain_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a plain pass runs: all but the twins that adapted passes go through."""
+def _modules_of_pass(module: nn.Module, name: str, *, adapted: bool) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a pass runs: adapted passes go through the twins of modules that have one."""
+    if adapted and "twin" in module._modules:
+        module, name = module.get_submodule("twin"), f"{name}.twin"
     yield name, module
     for own, child in module.named_children():
         if own != "twin":
-            yield from _plain_modules(child, f"{name}.{own}".removeprefix("."))
+            yield from _modules_of_pass(child, f"{name}.{own}".removeprefix("."), adapted=adapted)
 
 
 def _oddity(module: nn.Module, known: set[str], backbone: Backbone) -> str | None:

@@ -93,6 +93,7 @@ class Reply:
 
 
 FIGURES = tuple(Reply.__dataclass_fields__)
+"""Names of the columns of a reply."""
 
 Row: TypeAlias = Generator[Request, Reply, Generation]
 """A decoding method for one prompt: straight-line code that yields requests and knows nothing of batching."""

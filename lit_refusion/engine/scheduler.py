@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.engine.cache import BufferCache
-from lit_refusion.engine.forward import ModuleForward, plain_forward
+from lit_refusion.engine.forward import Forward, fastest_forward
 from lit_refusion.engine.queries import Queries
 from lit_refusion.engine.replies import Live, answer
 from lit_refusion.engine.request import Reply, Request, Row, visible
@@ -95,8 +95,7 @@ class _Scheduler:
             dtype=_compute_dtype(backbone),
             device=backbone.device,
         )
-        self.forward = plain_forward(backbone, self.cache, is_shared=watch.agree is not None)
-        self.adapted_forward = ModuleForward(backbone, self.cache, adapted=True)
+        self.forwards: dict[bool, Forward] = {}  # by whether passes are adapted
         self.live: list[Live] = []
         self.started = 0
         self.results: dict[int, Generation] = {}
@@ -174,8 +173,14 @@ class _Scheduler:
 
     def _hidden(self, requests: list[Request], rows: list[int]) -> tuple[Tensor, np.ndarray]:
         """[M, D] final hidden states of the queries, and [b] where each row's begin."""
-        forward = self.adapted_forward if requests[0].adapted else self.forward
-        return forward(self._table(requests), rows)
+        return self._forward_for(adapted=requests[0].adapted)(self._table(requests), rows)
+
+    def _forward_for(self, *, adapted: bool) -> Forward:
+        if adapted not in self.forwards:
+            self.forwards[adapted] = fastest_forward(
+                self.backbone, self.cache, is_shared=self.watch.agree is not None, adapted=adapted
+            )
+        return self.forwards[adapted]
 
     def _table(self, requests: list[Request]) -> Queries:
         return Queries.joined(requests, mask_token_id=self.backbone.mask_token_id, capacity=self.capacity)

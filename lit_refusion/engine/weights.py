@@ -76,9 +76,11 @@ class Layer(NamedTuple):
     down: Linear
 
     @classmethod
-    def of(cls, layer: Any, *, heads: int, key_heads: int) -> Layer:
-        """The weights of a module, not copies, but for those of norms."""
+    def of(cls, layer: Any, *, heads: int, key_heads: int, adapted: bool) -> Layer:
+        """The weights of a module, not copies, but for those of norms; of the attention's twin for adapted passes."""
         attention, mlp = layer.self_attn, layer.mlp
+        if adapted:
+            attention = getattr(attention, "twin", attention)
         head_norm = None
         if hasattr(attention, "q_norm"):
             norms = ((attention.q_norm, heads), (attention.k_norm, key_heads))

@@ -11,7 +11,7 @@ import torch
 
 from lit_refusion.backbone import Backbone
 from lit_refusion.engine import graphs
-from lit_refusion.engine.forward import ModuleForward, plain_forward
+from lit_refusion.engine.forward import ModuleForward, fastest_forward
 from lit_refusion.engine.graphs import GraphedForward
 from tests.conftest import ARCHITECTURES, confident_backbone, random_prompts
 from tests.engine.test_graphs import assert_same_passes
@@ -35,7 +35,7 @@ def test_replays_equal_the_module(architecture: str) -> None:
     backbone, rng = make(ARCHITECTURES[architecture]), np.random.default_rng(0)
     backbone.to("cuda")
     caches = cache_of(backbone), cache_of(backbone)
-    module, lean = ModuleForward(backbone, caches[0]), plain_forward(backbone, caches[1], is_shared=False)
+    module, lean = ModuleForward(backbone, caches[0]), fastest_forward(backbone, caches[1], is_shared=False)
     assert isinstance(lean, GraphedForward)
     passes = [[9, 4, 6], [5, 7, 3], [7, 6, 5], [6, 8, 4], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
     assert_same_passes(backbone, module, lean, passes=passes, rng=rng, rtol=1e-3, atol=1e-4)

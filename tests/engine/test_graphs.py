@@ -108,10 +108,10 @@ def test_tokens_equal_the_modules(tokenizer: Any, name: str, monkeypatch: pytest
     expected = [generation.tokens for generation in decoder.generate(backbone, prompts, seed=1)]
     made: list[GraphedForward] = []
 
-    def plain_forward(backbone: Backbone, cache: Any, *, is_shared: bool) -> GraphedForward:
-        made.append(GraphedForward(LeanForward(backbone, cache), capture=kept))
-        return made[0]
+    def fastest_forward(backbone: Backbone, cache: Any, *, is_shared: bool, adapted: bool) -> GraphedForward:
+        made.append(GraphedForward(LeanForward(backbone, cache, adapted=adapted), capture=kept))
+        return made[-1]
 
-    monkeypatch.setattr(scheduler, "plain_forward", plain_forward)
+    monkeypatch.setattr(scheduler, "fastest_forward", fastest_forward)
     assert [generation.tokens for generation in decoder.generate(backbone, prompts, seed=1)] == expected
     assert made[0].graphs

@@ -200,10 +200,12 @@ def test_tokens_equal_the_modules_on_golden_prompts(name: str) -> None:
     assert decoded(backbone, decoder, prompts, "lean") == decoded(backbone, decoder, prompts, "module")
 
 
-def test_adapted_passes_go_through_the_module_and_others_do_not(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_adapted_passes_are_lean_but_for_obstacles_in_the_twins(
+    tokenizer: Any, is_hooked: bool, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone = confident_backbone(tokenizer)
+    backbone = confident_backbone(tokenizer, architecture=architecture)
     settings: Any = OmegaConf.to_container(OmegaConf.load(config_folder() / "objective" / "orthrus.yaml"))
     build({**settings, "block_size": 4}, Objective).prepare(backbone)
     with torch.no_grad():
@@ -212,12 +214,18 @@ def test_adapted_passes_go_through_the_module_and_others_do_not(
                 parameter.mul_(1.05)
     decoder, prompts = preset("orthrus", block_size=4), random_prompts(4, longest=9)
     expected = decoded(backbone, decoder, prompts, "module")
-    kinds = []
+    if is_hooked:
+        layer: Any = backbone.layers[1]
+        layer.self_attn.twin.k_proj.register_forward_hook(lambda *_: None)
+    kinds: list[dict[str, bool]] = []
     call = ModuleForward.__call__
     monkeypatch.setattr(ModuleForward, "__call__", lambda self, *args: (kinds.append(self.extra), call(self, *args))[1])
-    assert decoded(backbone, decoder, prompts, "lean") == expected
-    assert kinds
+    assert decoded(backbone, decoder, prompts, "auto") == expected
+    assert bool(kinds) is is_hooked
     assert all(kind == {"adapted": True} for kind in kinds)
+    if is_hooked:
+        with pytest.raises(UserError, match=r"layers\.1\.self_attn\.twin\.k_proj has a hook; use forward=auto"):
+            decoded(backbone, decoder, prompts, "lean")
 
 
 def test_every_decoding_sees_the_weights_as_they_are(tokenizer: Any) -> None:
