@@ -18,7 +18,7 @@ MAX_LOGITS = 2**24
 """Logit elements that exist at a time (fp32: 64 MiB); a chunk has MAX_LOGITS // V rows."""
 
 
-def cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, *, kernel: LossKernel, vocab_size: int) -> Tensor:
+def cross_entropy(head: Any, hidden: Tensor, targets: Tensor, *, kernel: LossKernel, vocab_size: int) -> Tensor:
     """[M] cross-entropies of [M, D] hidden states against [M] targets by a kernel; see the functions below."""
     if kernel == "auto":
         kernel = fastest_kernel(head, hidden, vocab_size=vocab_size)
