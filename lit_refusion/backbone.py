@@ -39,8 +39,8 @@ class BackboneConfig:
         init_seed: seed of the fresh weights.
         mask_token_id: null to use the tokenizer's, else a spare row.
         attention: attention kernel; sdpa runs anywhere.
-        cross_entropy: kernel of head and loss; auto takes the faster of chunked and torch, chunked runs anywhere, torch
-            needs torch 2.13, liger is an extra for CUDA.
+        cross_entropy: kernel of head and loss; chunked runs anywhere, torch needs torch 2.13, liger is an extra for
+            CUDA; auto takes torch on a CPU where one chunk is not enough, else chunked.
         compile: compile the decoder layers (torch.compile) for training; costs a minute at the start.
         gradient_checkpointing: trade one more forward pass for activation memory.
         trust_remote_code: run code from the model's repository; only for repositories you trust.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,12 +20,17 @@ MAX_LOGITS = 2**24
 
 
 def cross_entropy(head: Any, hidden: Tensor, targets: Tensor, *, kernel: LossKernel, vocab_size: int) -> Tensor:
-    """[M] cross-entropies of [M, D] hidden states against [M] targets by a kernel; see the functions below."""
+    """[M] cross-entropies of [M, D] hidden states against [M] targets by a kernel; see the functions below.
+
+    Where ranks share the head out, all of them have to gather it equally often, however many rows and chunks each has.
+    So a plain head is not called: its weight is read, once.
+    """
     if kernel == "auto":
         kernel = fastest_kernel(head, hidden, vocab_size=vocab_size)
-    if kernel == "chunked":
-        return token_cross_entropy(head, hidden, targets, vocab_size=vocab_size)
-    return fused_cross_entropy(head, hidden, targets, kernel=kernel)
+    if kernel != "chunked":
+        return fused_cross_entropy(head, hidden, targets, kernel=kernel)
+    logits_of = partial(F.linear, weight=head.weight, bias=head.bias) if is_plain(head) else head
+    return token_cross_entropy(logits_of, hidden, targets, vocab_size=vocab_size)
 
 
 def token_cross_entropy(
@@ -33,11 +39,11 @@ def token_cross_entropy(
     """Cross-entropy of each row in fp32, [M], without ever holding [M, V].
 
     The rows go through the head in chunks and each chunk's logits are computed again in the backward pass:
-    a third more head arithmetic for memory that does not grow with M. The head is called as a module, so that any
-    will do. Every chunk makes a gradient of the head's size, which `fused_cross_entropy` adds up in place.
+    a third more head arithmetic for memory that does not grow with M. Every chunk makes a gradient of the head's size,
+    which `fused_cross_entropy` adds up in place.
 
     Args:
-        logits_of: maps [m, D] to [m, V]; called as a module so that sharded strategies can gather its weight.
+        logits_of: maps [m, D] to [m, V].
         hidden: [M, D].
         targets: [M] int64.
     """
@@ -52,10 +58,18 @@ def token_cross_entropy(
     return torch.cat([checkpoint(chunk_loss, rows, labels, use_reentrant=False) for rows, labels in chunks])
 
 
+def is_plain(head: nn.Module) -> bool:
+    """Whether calling a head does no more than what its weight and bias say, but for gathering them."""
+    if type(head) is not nn.Linear or "forward" in vars(head):
+        return False
+    is_gathered_by_hooks = hasattr(head.weight, "ds_id")  # ZeRO stage 3
+    return is_gathered_by_hooks or not (head._forward_hooks or head._forward_pre_hooks)
+
+
 def fastest_kernel(head: nn.Module, hidden: Tensor, *, vocab_size: int) -> LossKernel:
     """What "auto" stands for: "torch" where it was measured to be faster: on a CPU, for more logits than a chunk."""
     needs_chunks = len(hidden) * vocab_size > MAX_LOGITS
-    has_kernel = hasattr(F, "linear_cross_entropy") and type(head) is nn.Linear
+    has_kernel = hasattr(F, "linear_cross_entropy") and is_plain(head)
     return "torch" if needs_chunks and has_kernel and hidden.is_cpu else "chunked"
 
 

@@ -29,6 +29,7 @@ import torch
 from torch.utils import tensorboard  # noqa: F401  imported here, as the next one, so that no child has to
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
+from lit_refusion import losses
 from lit_refusion.callbacks.save_last import SaveLast
 from lit_refusion.cli import main
 from lit_refusion.config import choices
@@ -298,16 +299,17 @@ def start_ranks(
     ]
 
 
-def train_all(commands: list[list[str]]) -> int:
+def train_all(commands: list[list[str]], max_logits: int = losses.MAX_LOGITS) -> int:
     """Several commands in one child, which stays in one process group."""
+    losses.MAX_LOGITS = max_logits
     return max(main(arguments) for arguments in commands)
 
 
-def run_ranks(count: int, commands: list[list[str]], folder: Path) -> None:
-    """Several commands, one after the other, by the ranks of one world; they must succeed."""
+def run_ranks(count: int, commands: list[list[str]], folder: Path, **named: Any) -> None:
+    """Several commands, one after the other, by the ranks of one world; they must succeed. See `train_all`."""
     environments = torchrun_environments(count) if count > 1 else [{"DS_ACCELERATOR": "cpu"}]
     children = [
-        start(train_all, commands, log=folder / f"rank{rank}.log", environment=environment)
+        start(train_all, commands, log=folder / f"rank{rank}.log", environment=environment, **named)
         for rank, environment in enumerate(environments)
     ]
     codes = [child.wait() for child in children]

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lit_refusion import losses
 from lit_refusion.backbone import Backbone
 from lit_refusion.errors import UserError
-from lit_refusion.losses import fastest_kernel, fused_cross_entropy, token_cross_entropy
+from lit_refusion.losses import cross_entropy, fastest_kernel, fused_cross_entropy, token_cross_entropy
 from tests.conftest import REPOSITORY
 
 
@@ -89,7 +89,10 @@ def test_torchs_kernel_is_taken_where_one_chunk_is_not_enough(monkeypatch: pytes
     assert fastest_kernel(head, hidden, vocab_size=37) == "torch"
     assert fastest_kernel(head, hidden[:20], vocab_size=37) == "chunked"
     assert fastest_kernel(head, hidden.to("meta"), vocab_size=37) == "chunked"
-    assert fastest_kernel(nn.Sequential(head), hidden, vocab_size=37) == "chunked"
+    other = nn.Linear(8, 37)
+    other.register_forward_hook(lambda *_: None)
+    assert fastest_kernel(other, hidden, vocab_size=37) == "chunked"
+    assert fastest_kernel(type("Other", (nn.Linear,), {})(8, 37), hidden, vocab_size=37) == "chunked"
     monkeypatch.delattr(F, "linear_cross_entropy")
     assert fastest_kernel(head, hidden, vocab_size=37) == "chunked"
 
@@ -103,6 +106,15 @@ def test_a_model_with_the_fastest_kernel_has_the_plain_loss(
     targets = torch.arange(9)
     expected = plain(model.get_output_embeddings(), hidden, targets)
     torch.testing.assert_close(backbone.token_cross_entropy(hidden, targets), expected)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "chunked"])
+def test_a_head_with_a_hook_is_called(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "MAX_LOGITS", 100)
+    head, hidden, targets, _ = make_inputs(6, 37)
+    head.register_forward_hook(lambda _module, _inputs, logits: 2 * logits)
+    found = cross_entropy(head, hidden, targets, kernel=kernel, vocab_size=37)
+    torch.testing.assert_close(found, plain(head, hidden, targets))
 
 
 def test_a_kernel_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

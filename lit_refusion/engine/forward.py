@@ -53,8 +53,8 @@ def fastest_forward(backbone: Backbone, cache: BufferCache, *, is_shared: bool, 
     Args:
         backbone: the model, with its `forward_choice`.
         cache: the buffer.
-        adapted: whether they go through an adapter.
         is_shared: whether ranks share the model out, so that weights are whole inside its own forward only.
+        adapted: whether they go through an adapter.
 
     Raises:
         UserError: the lean forward was asked for and cannot be had.
@@ -65,8 +65,8 @@ def fastest_forward(backbone: Backbone, cache: BufferCache, *, is_shared: bool, 
     return GraphedForward(lean) if backbone.device.type == "cuda" else lean
 
 
-def runs_lean(backbone: Backbone, *, is_shared: bool = False, adapted: bool = False) -> bool:
-    """Whether passes would go through the lean forward, as things are.
+def runs_lean(backbone: Backbone, *, is_shared: bool = False, adapted: bool | None = None) -> bool:
+    """Whether passes would go through the lean forward, as things are; both kinds of them where `adapted` is None.
 
     Raises:
         UserError: it was asked for and cannot be had.
@@ -78,7 +78,8 @@ def runs_lean(backbone: Backbone, *, is_shared: bool = False, adapted: bool = Fa
     elif torch.is_autocast_enabled(backbone.device.type):
         reason = "autocast is on"
     else:
-        reason = obstacle(backbone, adapted=adapted)
+        kinds = (False, True) if adapted is None else (adapted,)
+        reason = next(filter(None, (obstacle(backbone, adapted=kind) for kind in kinds)), None)
     if reason is not None and backbone.forward_choice == "lean":
         raise UserError(f"forward=lean: it would not do what the module does: {reason}; use forward=auto")
     return reason is None

@@ -7,7 +7,6 @@ d head_dim, G = H / K.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,8 +20,11 @@ from lit_refusion.engine.cache import BufferCache
 from lit_refusion.engine.queries import ALL, INTERVALS, PLACE, POSITION, Queries, Used, hidden_keys, starts_of
 from lit_refusion.engine.weights import Layer, norm_of
 
-CALL_FLOPS = defaultdict(lambda: 5e8, cpu=5e5)
+CALL_FLOPS = {"cpu": 5e5}
 """By kind of device: the operations that could be done while attention is called once more, some 10 us."""
+
+OTHER_CALL_FLOPS = 5e8
+"""The same on any other device, an estimate."""
 
 
 class Sight(NamedTuple):
@@ -107,7 +109,7 @@ class LeanForward:
     def _padding_costs_more(self, queries: Queries) -> bool:
         b, longest = queries.table.shape[:2]
         pairs = b * longest * queries.visible - queries.lengths @ queries.table[:, :, INTERVALS].max((1, 2))
-        return pairs * 4 * self.heads * self.head_dim > b * CALL_FLOPS[self.embedding.device.type]
+        return pairs * 4 * self.heads * self.head_dim > b * CALL_FLOPS.get(self.embedding.device.type, OTHER_CALL_FLOPS)
 
     def _sights_by_row(self, queries: Queries) -> list[Sight]:
         rows = [queries.row(number) for number in range(len(queries.table))]

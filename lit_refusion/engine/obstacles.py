@@ -41,6 +41,8 @@ def obstacle(backbone: Backbone, *, adapted: bool = False) -> str | None:
     place = f"transformers.models.{config.model_type}.modeling_{config.model_type}.{FAMILIES[config.model_type]}"
     known = {f"{place}{part}" for part in PARTS} | OTHER_PARTS
     for name, module in _modules_of_pass(base, "", adapted=adapted):
+        if adapted and "twin" in module._modules and not name.endswith(".self_attn"):
+            return f"{name} has a twin, which only attention may have"
         if reason := _oddity(module, known, backbone):
             return f"{name or 'the model'} {reason}"
     rotary: Any = base.rotary_emb
@@ -52,12 +54,11 @@ def obstacle(backbone: Backbone, *, adapted: bool = False) -> str | None:
 
 
 def _modules_of_pass(module: nn.Module, name: str, *, adapted: bool) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a pass runs: adapted passes go through the twins of modules that have one."""
-    if adapted and "twin" in module._modules:
-        module, name = module.get_submodule("twin"), f"{name}.twin"
+    """The modules that a pass runs: of a module that has a twin, itself and in adapted passes that, else all others."""
     yield name, module
+    has_twin = "twin" in module._modules
     for own, child in module.named_children():
-        if own != "twin":
+        if not has_twin or (own == "twin") == adapted:
             yield from _modules_of_pass(child, f"{name}.{own}".removeprefix("."), adapted=adapted)
 
 

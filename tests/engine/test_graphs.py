@@ -16,7 +16,7 @@ from lit_refusion.engine.graphs import GraphedForward, Pass
 from lit_refusion.engine.lean import LeanForward
 from lit_refusion.engine.queries import Queries
 from tests.conftest import ARCHITECTURES, confident_backbone, random_prompts
-from tests.engine.test_lean import CAPACITY, PRESETS, cache_of, make, preset, request
+from tests.engine.test_lean import CAPACITY, PRESETS, add_twins, cache_of, make, preset, request
 
 
 @pytest.fixture(autouse=True)
@@ -100,10 +100,12 @@ def test_rows_behind_the_first_and_far_positions_are_not_captured() -> None:
     assert not graphed.graphs
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [*PRESETS, "orthrus"])
 def test_tokens_equal_the_modules(tokenizer: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = confident_backbone(tokenizer)
-    prompts, decoder = random_prompts(5, longest=12), preset(name, **PRESETS[name])
+    if name == "orthrus":
+        add_twins(backbone)
+    prompts, decoder = random_prompts(5, longest=12), preset(name, **PRESETS.get(name, {"block_size": 4}))
     backbone.forward_choice = "module"
     expected = [generation.tokens for generation in decoder.generate(backbone, prompts, seed=1)]
     made: list[GraphedForward] = []
@@ -114,4 +116,5 @@ def test_tokens_equal_the_modules(tokenizer: Any, name: str, monkeypatch: pytest
 
     monkeypatch.setattr(scheduler, "fastest_forward", fastest_forward)
     assert [generation.tokens for generation in decoder.generate(backbone, prompts, seed=1)] == expected
-    assert made[0].graphs
+    assert len(made) == (2 if name == "orthrus" else 1)  # a forward for adapted passes
+    assert all(forward.graphs for forward in made)

@@ -29,6 +29,7 @@ from lit_refusion.export import load_model
 from lit_refusion.objective import Objective
 from lit_refusion.schema import build
 from lit_refusion.views import MASK
+from objectives.orthrus import add_twin
 from tests.conftest import ARCHITECTURES, confident_backbone, make_tokenizer, random_prompts, shared_folder
 
 CAPACITY = 40
@@ -200,18 +201,23 @@ def test_tokens_equal_the_modules_on_golden_prompts(name: str) -> None:
     assert decoded(backbone, decoder, prompts, "lean") == decoded(backbone, decoder, prompts, "module")
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-@pytest.mark.parametrize("is_hooked", [False, True])
-def test_adapted_passes_are_lean_but_for_obstacles_in_the_twins(
-    tokenizer: Any, is_hooked: bool, architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backbone = confident_backbone(tokenizer, architecture=architecture)
+def add_twins(backbone: Backbone) -> None:
+    """Those of Orthrus, a little away from what they are copies of."""
     settings: Any = OmegaConf.to_container(OmegaConf.load(config_folder() / "objective" / "orthrus.yaml"))
     build({**settings, "block_size": 4}, Objective).prepare(backbone)
     with torch.no_grad():
         for name, parameter in backbone.model.named_parameters():
             if ".twin." in name and parameter.requires_grad:
                 parameter.mul_(1.05)
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_adapted_passes_are_lean_but_for_obstacles_in_the_twins(
+    tokenizer: Any, is_hooked: bool, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = confident_backbone(tokenizer, architecture=architecture)
+    add_twins(backbone)
     decoder, prompts = preset("orthrus", block_size=4), random_prompts(4, longest=9)
     expected = decoded(backbone, decoder, prompts, "module")
     if is_hooked:
@@ -226,6 +232,24 @@ def test_adapted_passes_are_lean_but_for_obstacles_in_the_twins(
     if is_hooked:
         with pytest.raises(UserError, match=r"layers\.1\.self_attn\.twin\.k_proj has a hook; use forward=auto"):
             decoded(backbone, decoder, prompts, "lean")
+
+
+def test_what_adapted_passes_do_beside_the_twins_attention_is_an_obstacle(tokenizer: Any) -> None:
+    backbone = confident_backbone(tokenizer)
+    add_twins(backbone)
+    layer: Any = backbone.layers[0]
+    hook = layer.self_attn.register_forward_hook(lambda *_: None)
+    assert obstacle(backbone, adapted=True) == "layers.0.self_attn has a hook"
+    hook.remove()
+    assert obstacle(backbone, adapted=True) is None
+    assert runs_lean(backbone)
+    hook = layer.self_attn.twin.o_proj.register_forward_hook(lambda *_: None)
+    assert not runs_lean(backbone)
+    assert runs_lean(backbone, adapted=False)
+    hook.remove()
+    add_twin(layer.mlp, ("up_proj",))
+    assert obstacle(backbone) is None
+    assert str(obstacle(backbone, adapted=True)).startswith("layers.0.mlp has a twin")
 
 
 def test_every_decoding_sees_the_weights_as_they_are(tokenizer: Any) -> None:
@@ -315,7 +339,7 @@ def test_obstacles_are_named(changes: dict[str, Any], change: Any, reason: str) 
 
 def test_autocast_and_shared_models_go_through_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, decoder = make(LLAMA), preset("ar", max_new_tokens=2)
-    monkeypatch.setattr(forward, "LeanForward", lambda *_: pytest.fail("took the lean forward"))
+    monkeypatch.setattr(forward, "LeanForward", lambda *_, **__: pytest.fail("took the lean forward"))
     waiting = [True]
 
     def agree(counts: tuple[int, int]) -> bool | None:

@@ -79,9 +79,21 @@ def test_every_objective_ends_with_the_weights_of_one_process(
 
 
 @each_world
-def test_a_fused_loss_finds_the_whole_head(strategy: str, world: int, single: Path, data: Path, tmp_path: Path) -> None:
-    """It reads the head's weight outside the head's forward pass, where a sharded one might not be whole."""
-    run_ranks(world, [arguments(data, tmp_path, "refusion", strategy, world, "backbone.cross_entropy=torch")], tmp_path)
+def test_a_loss_in_chunks_finds_the_whole_head(
+    strategy: str, world: int, single: Path, data: Path, tmp_path: Path
+) -> None:
+    """Some rows fill one chunk and others many, so ranks that share the head out need it at different times."""
+    kernels = ("torch", "chunked", "auto")
+    run_ranks(
+        world,
+        [
+            arguments(data, tmp_path / kernel, "refusion", strategy, world, f"backbone.cross_entropy={kernel}")
+            for kernel in kernels
+        ],
+        tmp_path,
+        max_logits=10_000,
+    )
     expected = weights(single / "refusion")
-    for name, value in weights(tmp_path / "refusion").items():
-        torch.testing.assert_close(value, expected[name], atol=2e-5, rtol=1e-4)
+    for kernel in kernels:
+        for name, value in weights(tmp_path / kernel / "refusion").items():
+            torch.testing.assert_close(value, expected[name], atol=2e-5, rtol=1e-4)
