@@ -22,7 +22,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("objective", ["refusion", "ar"])
+@pytest.mark.parametrize("objective", ["refusion", pytest.param("ar", marks=pytest.mark.slow)])
 def test_validation_loss_falls_and_the_checkpoint_decodes(
     objective: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
