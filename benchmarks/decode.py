@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import decode_lengths, decode_methods, reference
-from benchmarks.figures import environment, ratio, shown, spread, table, turns, write
+from benchmarks.figures import environment, existing, ratio, shown, spread, table, turns, write
 from benchmarks.reference import Measured, Setting
 from benchmarks.worker import Clock
 from lit_refusion.backbone import Backbone
@@ -36,8 +36,10 @@ Contender = Callable[[Setting, list[list[int]]], Measured]
 def main(arguments: list[str] | None = None) -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="folder of a Qwen3 model trained with ReFusion, with tokenizer")
-    parser.add_argument("--cases", help="JSON list of cases with prompt_ids")
+    parser.add_argument(
+        "--model", type=existing, required=True, help="folder of a Qwen3 model trained with ReFusion, with tokenizer"
+    )
+    parser.add_argument("--cases", type=existing, help="JSON list of cases with prompt_ids")
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), help="slot,block,slot p,token p,new tokens")
     reference.add_arguments(parser)
@@ -48,7 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompt-lengths", help="as 50,500,2000")
     parser.add_argument("--methods", action="store_true")
     parser.add_argument("--new-tokens", type=int, default=64, help="of --methods")
-    parser.add_argument("--twins", help="safetensors of trained Orthrus twins, for --methods; copies without it")
+    parser.add_argument(
+        "--twins", type=existing, help="safetensors of trained Orthrus twins, for --methods; copies without it"
+    )
     parser.add_argument("--out", help="JSON file to write")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)

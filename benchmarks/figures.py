@@ -1,7 +1,8 @@
-"""Medians, spreads and ratios of interleaved repeats; Markdown tables; result files."""
+"""Medians, spreads and ratios of interleaved repeats; Markdown tables; files that benchmarks read and write."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -46,6 +47,13 @@ def write(path: str | None, results: dict[str, Any], started: dict[str, Any]) ->
         content = {"environment": started, "load at the end": os.getloadavg(), **results}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def existing(path: str) -> str:
+    """A path that is given to a benchmark."""
+    if not Path(path).exists():
+        raise argparse.ArgumentTypeError(f"{path}: no such file or folder")
+    return path
 
 
 def turns(names: Sequence[str], repeat: int) -> list[str]:

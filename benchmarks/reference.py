@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.figures import existing
 from benchmarks.worker import Worker
 from decoders.refusion import ReFusionDecoder
 from lit_refusion.config import load_config
@@ -61,7 +62,9 @@ class Measured:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the official code is."""
-    parser.add_argument("--reference", help="checkout of the official ReFusion code; left out without it")
+    parser.add_argument(
+        "--reference", type=existing, help="checkout of the official ReFusion code; left out without it"
+    )
     parser.add_argument("--reference-python", help="interpreter that runs it")
 
 

@@ -21,7 +21,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import reference, train_loader, train_loss, train_profile
-from benchmarks.figures import environment, ratio, shown, spread, table, turns, write
+from benchmarks.figures import environment, existing, ratio, shown, spread, table, turns, write
 from benchmarks.worker import Worker
 from lit_refusion.chat import PromptFormat
 from lit_refusion.tokenizer import load_tokenizer
@@ -40,7 +40,7 @@ Document = dict[str, list[int]]
 def main(arguments: list[str] | None = None) -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", required=True, help="JSON lines with query and response")
+    parser.add_argument("--data", type=existing, required=True, help="JSON lines with query and response")
     parser.add_argument("--tokenizer", default=str(TOKENIZER), help="ids beyond a vocabulary are folded into it")
     parser.add_argument("--vocab", default="512,50000,151936", help="sizes of the vocabulary")
     parser.add_argument("--documents", type=int, default=64, help="of an optimizer step")
