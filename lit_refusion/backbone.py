@@ -27,6 +27,9 @@ from lit_refusion.sharded_loading import skeleton, weight_files
 from lit_refusion.spec import DiffusionSpec
 from lit_refusion.views import Batch
 
+ForwardChoice = Literal["auto", "lean", "module"]
+"""What runs decoding. auto: lean where it does what the module does; lean: or an error; module: never lean."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneConfig:
@@ -136,10 +139,9 @@ class Backbone(nn.Module):
         self.mask_token_id, self._eos_token_id = mask_token_id, eos_token_id
         self.attention_backend = attention
         self.loss_kernel: LossKernel = "auto"
-        # Rows of the tables, before they grew for [MASK].
-        self.num_trained_rows = num_trained_rows or model.config.vocab_size
+        self.num_trained_rows = num_trained_rows or model.config.vocab_size  # before the tables grew for [MASK]
         self.weight_files: list[Path] = []  # of a model whose weights the strategy still has to read
-        self.forward_choice: Literal["auto", "lean", "module"] = "auto"  # what runs decoding, see engine/forward.py
+        self.forward_choice: ForwardChoice = "auto"  # see engine/forward.py
         self.copies: dict[str, str] = {}  # added parameters that start as copies of the model's, by name
 
     @classmethod

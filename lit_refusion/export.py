@@ -19,9 +19,9 @@ from lit_refusion.adapter import (
     save_adapter,
     weights_fingerprint,
 )
-from lit_refusion.backbone import Backbone
+from lit_refusion.backbone import Backbone, ForwardChoice
 from lit_refusion.chat import PromptFormat
-from lit_refusion.engine.forward import ForwardChoice, runs_lean
+from lit_refusion.engine.forward import runs_lean
 from lit_refusion.errors import UserError, first_line
 from lit_refusion.new_folder import new_folder
 from lit_refusion.objective import Objective

@@ -19,11 +19,11 @@ import torch
 from lit_refusion.ablation.child import Children
 from lit_refusion.ablation.plan import LOGS, RUNS, AblateConfig, Cell, Group
 from lit_refusion.ablation.step import Step
-from lit_refusion.comparison.arm import ABLATION, ARM_FOLDERS, CONFIG, write_arm
+from lit_refusion.comparison.arm import ABLATION, ARM_FOLDERS, CONFIG, read_plan, write_arm
 from lit_refusion.comparison.control import training_settings
 from lit_refusion.errors import UserError
 from lit_refusion.evaluation.evaluate import RESULT
-from lit_refusion.new_file import write_file
+from lit_refusion.new_file import read_json, write_file
 from lit_refusion.origin import has_ended
 from lit_refusion.run_folder import LAST, checkpoint_path
 
@@ -58,7 +58,7 @@ class Work:
             return True
         if not has_ended(run):
             return False
-        found = json.loads((run / CONFIG).read_text(encoding="utf-8"))
+        found = read_json(run / CONFIG, remedy="train it again into another folder")
         return training_settings(found) == training_settings(json.loads(step.content())["config"])
 
     def export(self, group: Group) -> list[Step]:
@@ -270,14 +270,14 @@ def _devices() -> list[str]:
 
 def write_plan(config: AblateConfig, overrides: Sequence[str]) -> None:
     """Note arms, their order and the whole command, for the report; a report by itself leaves the command as it was."""
-    path = Path(config.out) / ABLATION
+    folder = Path(config.out)
     command = ["lit-refusion", "ablate", *(text for text in overrides if not text.startswith(("only=", "stages=")))]
-    if config.stages == ("compare",) and path.exists():
-        command = json.loads(path.read_text(encoding="utf-8"))["command"]
+    if config.stages == ("compare",) and (plan := read_plan(folder)):
+        command = plan["command"]
     content = {
         "arms": list(config.arms),
         "seeds": list(config.seeds),
         "tasks": list(config.tasks),
         "command": command,
     }
-    write_file(path, json.dumps(content, indent=2) + "\n", name="out=")
+    write_file(folder / ABLATION, json.dumps(content, indent=2) + "\n", name="out=")

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from rich.table import Table
 
+from lit_refusion.backbone import ForwardChoice
 from lit_refusion.chat import PromptFormat
 from lit_refusion.commands import compose, counting, harness
 from lit_refusion.console import table_console
 from lit_refusion.decoder import Decoder
-from lit_refusion.engine.forward import ForwardChoice, runs_lean
+from lit_refusion.engine.forward import runs_lean
 from lit_refusion.errors import UserError
 from lit_refusion.evaluation.answers import Examiner
 from lit_refusion.evaluation.evaluate import Evaluation

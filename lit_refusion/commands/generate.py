@@ -15,10 +15,10 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lit_refusion.backbone import ForwardChoice
 from lit_refusion.commands import compose
 from lit_refusion.conversation import HELP, Conversation
 from lit_refusion.decoder import Decoder
-from lit_refusion.engine.forward import ForwardChoice
 from lit_refusion.errors import UserError
 from lit_refusion.export import DType, load_model
 from lit_refusion.fitting import fitted_decoder, without_decoder

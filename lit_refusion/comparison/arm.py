@@ -124,9 +124,14 @@ def read_all(paths: Sequence[str]) -> list[ArmRun]:
     return found
 
 
+def read_plan(folder: Path) -> dict[str, Any] | None:
+    """Arms, seeds, tasks and command of an ablation; None where the folder is none's."""
+    path = folder / ABLATION
+    return _json(path) if path.is_file() else None
+
+
 def _read(path: Path) -> list[ArmRun]:
-    if (path / ABLATION).is_file():
-        plan = _json(path / ABLATION)
+    if plan := read_plan(path):
         cells = [(arm, seed) for arm in plan["arms"] for seed in plan["seeds"]]
         found = [_read_cell(path / ARM_FOLDERS, arm, seed) for arm, seed in cells]
         return sorted(found, key=lambda run: run.failure == NOT_RUN)

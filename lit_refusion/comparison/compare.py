@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lit_refusion.comparison.arm import ABLATION, ArmRun, read_all
+from lit_refusion.comparison.arm import ArmRun, read_all, read_plan
 from lit_refusion.comparison.control import Control, check
 from lit_refusion.comparison.figures import Score, arms, costs, plain, scores, tasks
 from lit_refusion.comparison.page import render
@@ -131,8 +131,8 @@ def _setting(control: Control, names: Sequence[str], baseline: str) -> tuple[str
 
 def _command(paths: Sequence[str]) -> list[str]:
     """The command of an ablation, from its folder."""
-    path = Path(paths[0]) / ABLATION
-    return json.loads(path.read_text(encoding="utf-8"))["command"] if len(paths) == 1 and path.is_file() else []
+    plan = read_plan(Path(paths[0])) if len(paths) == 1 else None
+    return plan["command"] if plan else []
 
 
 def _csv(rows: Sequence[Score]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ from lit_refusion.engine.lean import LeanForward
 from lit_refusion.engine.obstacles import obstacle
 from lit_refusion.engine.queries import ALL, INTERVALS, PLACE, POSITION, TOKEN, Queries, hidden_keys, starts_of
 from lit_refusion.errors import UserError
-
-ForwardChoice = Literal["auto", "lean", "module"]
-"""auto: lean where it does what the module does; lean: or an error; module: never lean."""
 
 Forward: TypeAlias = Callable[[Queries, list[int]], tuple[Tensor, np.ndarray]]
 """Queries and their rows of the buffer, to hidden states [M, D] and [b] where each row's begin."""

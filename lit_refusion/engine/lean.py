@@ -114,17 +114,17 @@ class LeanForward:
     def _sights_by_row(self, queries: Queries) -> list[Sight]:
         rows = [queries.row(number) for number in range(len(queries.table))]
         is_causal = [row.is_causal for row in rows]
-        masks = self._masks([row for row, needs_none in zip(rows, is_causal) if not needs_none])
+        masks = self._masks([row for row, causal in zip(rows, is_causal) if not causal])
         starts = starts_of(queries.lengths).tolist()
         return [
             Sight(
                 rows=slice(number, number + 1),
                 own=slice(start, start + row.table.shape[1]),
                 visible=row.visible,
-                mask=None if needs_none else next(masks),
-                is_causal=needs_none,
+                mask=None if causal else next(masks),
+                is_causal=causal,
             )
-            for number, (row, start, needs_none) in enumerate(zip(rows, starts, is_causal))
+            for number, (row, start, causal) in enumerate(zip(rows, starts, is_causal))
         ]
 
     def _masks(self, rows: list[Queries]) -> Iterator[Tensor]:

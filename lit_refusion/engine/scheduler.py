@@ -173,14 +173,12 @@ class _Scheduler:
 
     def _hidden(self, requests: list[Request], rows: list[int]) -> tuple[Tensor, np.ndarray]:
         """[M, D] final hidden states of the queries, and [b] where each row's begin."""
-        return self._forward_for(adapted=requests[0].adapted)(self._table(requests), rows)
-
-    def _forward_for(self, *, adapted: bool) -> Forward:
+        adapted = requests[0].adapted
         if adapted not in self.forwards:
             self.forwards[adapted] = fastest_forward(
                 self.backbone, self.cache, is_shared=self.watch.agree is not None, adapted=adapted
             )
-        return self.forwards[adapted]
+        return self.forwards[adapted](self._table(requests), rows)
 
     def _table(self, requests: list[Request]) -> Queries:
         return Queries.joined(requests, mask_token_id=self.backbone.mask_token_id, capacity=self.capacity)

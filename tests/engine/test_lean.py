@@ -12,12 +12,12 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from lit_refusion.backbone import Backbone
+from lit_refusion.backbone import Backbone, ForwardChoice
 from lit_refusion.config import config_folder
 from lit_refusion.decoder import Decoder
 from lit_refusion.engine import forward, lean
 from lit_refusion.engine.cache import BufferCache
-from lit_refusion.engine.forward import ForwardChoice, ModuleForward, runs_lean
+from lit_refusion.engine.forward import ModuleForward, runs_lean
 from lit_refusion.engine.lean import LeanForward
 from lit_refusion.engine.obstacles import obstacle
 from lit_refusion.engine.queries import Queries
